@@ -1,0 +1,37 @@
+# make setup | demo | test | lint | types | bench | bench-demo | clean
+.PHONY: setup demo test lint types bench bench-demo clean
+PYTHON ?= python3
+DEMO_ARGS ?=
+TEST_ARGS ?=
+BIN := .venv/bin
+# Written last by scripts/setup.sh; named after what it installed, so that new pins set up again.
+STAMP := .venv/.setup-$(shell cat constraints.txt pyproject.toml scripts/setup.sh | cksum | cut -d' ' -f1)
+
+setup: $(STAMP)
+
+$(STAMP):
+	PYTHON="$(PYTHON)" STAMP="$@" bash scripts/setup.sh
+
+demo: $(STAMP)
+	$(BIN)/spangrad demo $(DEMO_ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(STAMP)
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+bench: $(STAMP)
+	$(BIN)/python -m pytest tests/bench --benchmark
+
+bench-demo: $(STAMP)
+	$(BIN)/python -m tests.bench.demo_seeds
+
+clean:
+	rm -rf .venv .spangrad build dist

@@ -1,0 +1,1 @@
+"""spangrad.adapters: see README.md in this folder."""

@@ -1,0 +1,81 @@
+"""ModelCall: one call to a model, whatever dialect told of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Grade(StrEnum):
+    """What a call can honestly train. See the table in `adapters/README.md`."""
+
+    EXACT = "exact"
+    """Engine's prompt ids, sampled ids, behaviour logprobs and policy version: everything."""
+    IDS = "ids"
+    """Engine's ids without logprobs or version: weighted BC, preferences."""
+    TEXT = "text"
+    """Text only: BC, AWR, preferences, after rendering with a chat template."""
+    UNUSABLE = "unusable"
+    """Truncated, redacted, failed or lossy: nothing. The reason is kept."""
+
+
+class Purpose(StrEnum):
+    """What a call was for; only `agent` is trained unless asked."""
+
+    AGENT = "agent"
+    TITLE = "title"
+    SUMMARY = "summary"
+    JUDGE = "judge"
+    EMBEDDING = "embedding"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One reply of a call (`n > 1` gives several)."""
+
+    message: Mapping[str, Any]
+    """OpenAI chat form: role, content, tool_calls (arguments as the raw string)."""
+    finish_reason: str | None = None
+    sampled_token_ids: Sequence[int] | None = None
+    logprobs: Sequence[float] | None = None
+    """Behaviour logprobs in nats, one per sampled token."""
+    policy_versions: Sequence[int] | None = None
+    """One per sampled token."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """One call to a model. Ids, logprobs and versions are the engine's, never recomputed."""
+
+    call_id: str
+    """`<trace_id>-<span_id>` of the span that names the call (the client's, where several tell of it)."""
+    trace_id: str
+    span_id: str
+    span_ids: Sequence[str]
+    """All spans that were merged into this call."""
+    dialect: str
+    start_ns: int
+    end_ns: int
+    grade: Grade
+    grade_reasons: Sequence[str]
+    """Why it is not graded better; empty for `exact`."""
+    rollout_id: str | None = None
+    attempt: int = 0
+    model: str | None = None
+    response_id: str | None = None
+    messages: Sequence[Mapping[str, Any]] = ()
+    """Request messages in OpenAI chat form."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Tool definitions in OpenAI form (`{"type": "function", "function": {...}}`)."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """temperature, top_p, top_k, max_tokens, seed, stop, ... as requested."""
+    choices: Sequence[Choice] = ()
+    prompt_token_ids: Sequence[int] | None = None
+    agent_name: str | None = None
+    step_name: str | None = None
+    purpose: Purpose = Purpose.AGENT
+    is_trained_policy: bool = True
+    """False: a frozen policy (a hosted model, a teacher)."""
+    error: str | None = None
+    usage: Mapping[str, int] = field(default_factory=dict)

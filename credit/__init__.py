@@ -1,0 +1,1 @@
+"""spangrad.credit: see README.md in this folder."""

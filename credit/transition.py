@@ -1,0 +1,50 @@
+"""Training rows: flat token sequences with parallel arrays.
+
+Shape letters: T token positions of one row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class CallSegment:
+    """The sampled tokens of one call inside a row: positions `start:stop`."""
+
+    call_id: str
+    span_id: str
+    step_index: int
+    """0, 1, ...: order of the call inside its rollout."""
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transition:
+    """One row of training data: a path of a rollout's call tree from the root.
+
+    All arrays have length T. Where `action_mask` is False, `behavior_logprobs` is
+    NaN, `policy_versions` is -1 and `advantages` is 0; losses must not read them.
+    """
+
+    rollout_id: str
+    attempt: int
+    group_id: str | None
+    segments: Sequence[CallSegment]
+    """Calls whose sampled tokens are trained by this row, in order."""
+    token_ids: NDArray[np.int32]
+    action_mask: NDArray[np.bool_]
+    """True exactly where the policy sampled the token and this row trains it."""
+    behavior_logprobs: NDArray[np.float32]
+    """nats, of the distribution that was sampled."""
+    policy_versions: NDArray[np.int32]
+    advantages: NDArray[np.float64]
+    loss_weight: float
+    """Weight of each trained token of this row in the loss; travels with the row."""
+    grade: str
+    """Worst grade among its calls."""
+    temperature: float = 1.0
+    """Sampling temperature of its calls; the learner recomputes under the same."""

@@ -1,0 +1,101 @@
+"""Every error that spangrad raises.
+
+    SpangradError
+    +-- ConfigError (ValueError)          a config key or value that can't be used
+    +-- CaptureError (RuntimeError)       the tracer could not be set up (never raised inside a model call)
+    +-- StoreError (RuntimeError)         the store refused or failed
+    |   +-- StoreLockedError              another process holds the file
+    |   +-- StoreFullError                the disk is full; nothing was acknowledged
+    |   +-- SchemaVersionError            the file was written by a newer spangrad
+    |   +-- HubUnreachableError (ConnectionError)   no hub answers at that address
+    |   +-- PermissionDeniedError (PermissionError) the key does not allow that
+    |   +-- LeaseLostError                the rollout or group belongs to somebody else by now
+    +-- DialectError (ValueError)         a span that no dialect can read
+    +-- CreditError (ValueError)          returns, groups or masks that contradict each other
+    +-- GradeError (ValueError)           an objective needs a better grade than the row has
+    +-- EmptyBatchError (ValueError)      nothing in the batch can train anything
+    +-- PolicyError (RuntimeError)        a model folder that can't be loaded, or weights that don't fit it
+    +-- EngineError (RuntimeError)        the inference engine failed, or did not start
+    |   +-- PublishError                  the engine does not serve the weights that were published
+    +-- PortInUseError (OSError)          the address is taken
+    +-- RolloutError (RuntimeError)       an agent could not be run at all (a failed rollout is data, not an error)
+
+Each also inherits the standard error that it refines, carries one sentence, and
+survives pickling (Ray sends errors between processes).
+"""
+
+
+class SpangradError(Exception):
+    """Base of all errors raised by spangrad."""
+
+
+class ConfigError(SpangradError, ValueError):
+    """A config key or value can't be used."""
+
+
+class CaptureError(SpangradError, RuntimeError):
+    """The tracer could not be set up."""
+
+
+class StoreError(SpangradError, RuntimeError):
+    """The store refused or failed."""
+
+
+class StoreLockedError(StoreError):
+    """Another process holds the store's file."""
+
+
+class StoreFullError(StoreError):
+    """The disk is full; the write was not acknowledged."""
+
+
+class SchemaVersionError(StoreError):
+    """The store was written by a newer spangrad."""
+
+
+class HubUnreachableError(StoreError, ConnectionError):
+    """No hub answers at that address."""
+
+
+class PermissionDeniedError(StoreError, PermissionError):
+    """The key does not allow that."""
+
+
+class LeaseLostError(StoreError):
+    """The rollout or group belongs to somebody else by now."""
+
+
+class DialectError(SpangradError, ValueError):
+    """No dialect can read that span."""
+
+
+class CreditError(SpangradError, ValueError):
+    """Returns, groups or masks contradict each other."""
+
+
+class GradeError(SpangradError, ValueError):
+    """An objective needs a better grade than the row has."""
+
+
+class EmptyBatchError(SpangradError, ValueError):
+    """Nothing in the batch can train anything."""
+
+
+class PolicyError(SpangradError, RuntimeError):
+    """A model folder can't be loaded, or weights don't fit it."""
+
+
+class EngineError(SpangradError, RuntimeError):
+    """The inference engine failed or did not start."""
+
+
+class PublishError(EngineError):
+    """The engine does not serve the weights that were published."""
+
+
+class PortInUseError(SpangradError, OSError):
+    """The address is taken."""
+
+
+class RolloutError(SpangradError, RuntimeError):
+    """An agent could not be run at all."""

@@ -1,0 +1,1 @@
+"""spangrad.store: see README.md in this folder."""

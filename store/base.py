@@ -1,0 +1,114 @@
+"""What every store can do: `FileStore` (embedded DuckDB) and `HubClient` (HTTP) alike."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from spangrad.store.records import Policy, Reward, Rollout, RolloutStatus, Span, Update
+
+
+class Store(Protocol):
+    """A place for spans, rollouts, rewards, policies and updates.
+
+    Every write is durable when the method returns, and idempotent: the same write
+    twice is stored once. Methods raise `StoreError` or one of its subclasses.
+    """
+
+    def put_otlp(self, request: bytes) -> int:
+        """Store an OTLP `ExportTraceServiceRequest` (protobuf). Returns how many spans were new."""
+        ...
+
+    def enqueue(self, rollouts: Sequence[Rollout]) -> int:
+        """Add rollouts to the queue; those whose id is known are left alone. Returns how many were new."""
+        ...
+
+    def claim(
+        self,
+        *,
+        worker: str,
+        limit: int = 1,
+        lease_s: float = 60.0,
+        run_id: str | None = None,
+        split: str | None = None,
+        policy_version: int | None = None,
+    ) -> list[Rollout]:
+        """Claim queued rollouts, oldest first; a claim whose lease ran out counts as queued, attempt + 1."""
+        ...
+
+    def heartbeat(
+        self, rollouts: Sequence[tuple[str, int]], *, worker: str, lease_s: float = 60.0
+    ) -> list[str]:
+        """Extend leases of (rollout_id, attempt). Returns the rollout ids that are no longer this worker's."""
+        ...
+
+    def finish(
+        self,
+        rollout_id: str,
+        attempt: int,
+        *,
+        status: RolloutStatus = RolloutStatus.SUCCEEDED,
+        output: Any = None,
+        error_type: str | None = None,
+        error: str | None = None,
+        retry: bool = False,
+    ) -> None:
+        """End an attempt. `retry`: requeue while attempts are left. Raises LeaseLostError if attempt is not current."""
+        ...
+
+    def put_rewards(self, rewards: Sequence[Reward]) -> int:
+        """Store rewards; the author comes from the caller's key. Returns how many were stored."""
+        ...
+
+    def rollouts(
+        self,
+        *,
+        rollout_ids: Sequence[str] | None = None,
+        run_id: str | None = None,
+        group_ids: Sequence[str] | None = None,
+        split: str | None = None,
+        status: RolloutStatus | None = None,
+        limit: int | None = None,
+    ) -> list[Rollout]:
+        """Rollouts that match every given filter, in order of enqueueing."""
+        ...
+
+    def rewards(self, rollout_ids: Sequence[str] | None = None) -> list[Reward]:
+        """Rewards of these rollouts (all without), in order of time."""
+        ...
+
+    def spans(
+        self, rollout_ids: Sequence[str] | None = None, *, trace_ids: Sequence[str] | None = None
+    ) -> Iterable[Span]:
+        """Spans of these rollouts or traces (all without), ordered by (trace, start time)."""
+        ...
+
+    def commit_update(self, update: Update) -> bool:
+        """Record an update and mark its rollouts consumed, in one transaction.
+
+        Returns False if exactly this (run_id, update_index) was committed before. Raises StoreError
+        if the index leaves a gap or a rollout was consumed by another update.
+        """
+        ...
+
+    def last_update(self, run_id: str) -> Update | None:
+        """The update with the highest index of a run."""
+        ...
+
+    def updates(self, run_id: str | None = None) -> list[Update]:
+        """All updates, in order."""
+        ...
+
+    def put_policy(self, policy: Policy) -> None:
+        """Record a published version."""
+        ...
+
+    def policies(self, run_id: str | None = None) -> list[Policy]:
+        """Published versions, in order."""
+        ...
+
+    def query(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[dict[str, Any]]:
+        """Run one read-only SQL statement."""
+        ...
+
+    def close(self) -> None:
+        """Release the file or connection."""
+        ...

@@ -1,0 +1,169 @@
+"""The values that pass between a store and its users.
+
+Plain frozen dataclasses: they know no DuckDB and no HTTP. `None` means "not known"
+or "not assigned"; it is never 0.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class RolloutStatus(StrEnum):
+    """Where a rollout stands in the queue."""
+
+    QUEUED = "queued"
+    """Waiting for a worker."""
+    RUNNING = "running"
+    """Claimed; the lease says by whom and until when."""
+    SUCCEEDED = "succeeded"
+    """The agent returned. Says nothing about the reward."""
+    FAILED = "failed"
+    """The agent or the engine failed and no attempt is left."""
+
+
+class RewardAuthor(StrEnum):
+    """Who gave a reward; set by the store from the key, never by the sender."""
+
+    AGENT = "agent"
+    """The process that the policy can reach. Kept, but a trainer has to ask for it."""
+    EVALUATOR = "evaluator"
+    """A grader that the policy can't reach."""
+    OPERATOR = "operator"
+    """A person or an import, with the trainer's key."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanEvent:
+    """One event of a span."""
+
+    name: str
+    time_ns: int
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One OpenTelemetry span, lossless.
+
+    `attributes` holds str, bool, int, float, bytes, and lists or dicts of these.
+    """
+
+    trace_id: str
+    """32 hex digits."""
+    span_id: str
+    """16 hex digits."""
+    parent_span_id: str | None
+    name: str
+    kind: int
+    """OTLP SpanKind: 0 unspecified, 1 internal, 2 server, 3 client."""
+    start_ns: int
+    end_ns: int
+    status_code: int
+    """0 unset, 1 ok, 2 error."""
+    status_message: str
+    scope: str
+    """Instrumentation scope's name."""
+    scope_version: str = ""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    resource: Mapping[str, Any] = field(default_factory=dict)
+    events: Sequence[SpanEvent] = ()
+    links: Sequence[Mapping[str, Any]] = ()
+    trace_state: str = ""
+    flags: int = 0
+    dropped_attributes: int = 0
+    rollout_id: str | None = None
+    """From `spangrad.rollout.id`, or from the nearest ancestor in the trace that has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One run of an agent on one task."""
+
+    rollout_id: str
+    task_id: str | None = None
+    group_id: str | None = None
+    """Rollouts of one group are compared with each other."""
+    run_id: str | None = None
+    """Training run that asked for it."""
+    attempt: int = 0
+    max_attempts: int = 3
+    status: RolloutStatus = RolloutStatus.QUEUED
+    task: Any = None
+    """What the agent is asked: JSON."""
+    policy_version: int | None = None
+    """Version that was current when it was claimed."""
+    worker: str | None = None
+    lease_until_ns: int | None = None
+    started_ns: int | None = None
+    ended_ns: int | None = None
+    output: Any = None
+    """What the agent returned: JSON."""
+    error_type: str | None = None
+    error: str | None = None
+    split: str = "train"
+    """`train`, `eval`, `expert`, ...: only `train` groups are leased to a trainer by default."""
+    consumed_by: int | None = None
+    """Index of the update that trained on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A number given for a rollout, or for one call of it."""
+
+    rollout_id: str
+    value: float
+    name: str = "reward"
+    call_id: str | None = None
+    """None: for the whole rollout."""
+    author: RewardAuthor | None = None
+    """Filled in by the store."""
+    explanation: str | None = None
+    attempt: int | None = None
+    time_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSample:
+    """One call that an update trained on: the line from optimizer step back to span."""
+
+    rollout_id: str
+    call_id: str
+    attempt: int
+    advantage: float
+    """Mean over the call's trained tokens."""
+    trained_tokens: int
+    policy_version: int | None
+    """Version that sampled it."""
+    staleness: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One optimizer step, committed together with what it consumed."""
+
+    run_id: str
+    update_index: int
+    """0, 1, 2, ... without a gap inside a run."""
+    policy_version: int
+    """Version that this update produced."""
+    rollout_ids: Sequence[str]
+    """Everything consumed: trained, filtered or dropped."""
+    samples: Sequence[UpdateSample]
+    metrics: Mapping[str, float]
+    checkpoint: str
+    """Folder of the checkpoint that holds the state after this update."""
+    time_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """One published version of a policy."""
+
+    run_id: str
+    policy_version: int
+    path: str
+    time_ns: int = 0
+    parent_version: int | None = None
+    note: str = ""

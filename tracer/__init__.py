@@ -1,0 +1,1 @@
+"""spangrad.tracer: see README.md in this folder."""

@@ -1,0 +1,121 @@
+"""Names of the span attributes that spangrad writes and reads.
+
+Content follows the OpenTelemetry GenAI conventions (`gen_ai.*`, message parts as
+JSON strings). What they lack is under `spangrad.*`. Arrays are packed bytes:
+token ids little-endian int32, logprobs little-endian float32; never OTel lists,
+which cost the SDK about 0.2 us an element.
+
+Choices beyond the first (`n > 1`) carry the suffix `.1`, `.2`, ... behind the names
+of the three per-choice attributes; `choice_key` makes the name.
+
+This module knows names and packing. It does not know spans, HTTP or stores.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import Final, TypeVar
+
+T = TypeVar("T", int, float)
+
+SCOPE_TRACER: Final = "spangrad.tracer"
+SCOPE_GATEWAY: Final = "spangrad.gateway"
+
+# OpenTelemetry GenAI
+OPERATION_NAME: Final = "gen_ai.operation.name"
+PROVIDER_NAME: Final = "gen_ai.provider.name"
+CONVERSATION_ID: Final = "gen_ai.conversation.id"
+AGENT_NAME: Final = "gen_ai.agent.name"
+REQUEST_MODEL: Final = "gen_ai.request.model"
+REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
+REQUEST_TOP_P: Final = "gen_ai.request.top_p"
+REQUEST_TOP_K: Final = "gen_ai.request.top_k"
+REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+REQUEST_SEED: Final = "gen_ai.request.seed"
+REQUEST_STOP: Final = "gen_ai.request.stop_sequences"
+REQUEST_CHOICE_COUNT: Final = "gen_ai.request.choice.count"
+REQUEST_STREAM: Final = "gen_ai.request.stream"
+RESPONSE_ID: Final = "gen_ai.response.id"
+RESPONSE_MODEL: Final = "gen_ai.response.model"
+RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+INPUT_MESSAGES: Final = "gen_ai.input.messages"
+OUTPUT_MESSAGES: Final = "gen_ai.output.messages"
+TOOL_DEFINITIONS: Final = "gen_ai.tool.definitions"
+TOOL_NAME: Final = "gen_ai.tool.name"
+TOOL_CALL_ID: Final = "gen_ai.tool.call.id"
+ERROR_TYPE: Final = "error.type"
+
+# spangrad
+ROLLOUT_ID: Final = "spangrad.rollout.id"
+ATTEMPT: Final = "spangrad.attempt"
+TASK_ID: Final = "spangrad.task.id"
+SPAN_ROLE: Final = "spangrad.span.role"  # "rollout" on a rollout's root span
+STEP_NAME: Final = "spangrad.step.name"  # LangGraph node
+STEP_INDEX: Final = "spangrad.step.index"
+PURPOSE: Final = "spangrad.call.purpose"  # agent, title, summary, judge, embedding, other
+POLICY: Final = "spangrad.policy"  # trained, frozen
+PROMPT_TOKEN_IDS: Final = "spangrad.prompt_token_ids"  # packed int32
+SAMPLED_TOKEN_IDS: Final = "spangrad.sampled_token_ids"  # packed int32, per choice
+SAMPLED_LOGPROBS: Final = "spangrad.sampled_logprobs"  # packed float32, per choice
+POLICY_VERSIONS: Final = "spangrad.policy_versions"  # packed int32, one per sampled token, per choice
+LOGPROBS_MODE: Final = "spangrad.logprobs_mode"  # "processed" or "raw"
+CONSTRAINED: Final = (
+    "spangrad.call.constrained"  # True: grammar or forced tool choice masked the distribution
+)
+REQUEST_EXTRA: Final = "spangrad.request.extra"  # JSON of request fields that gen_ai.* has no name for
+STREAM_COMPLETE: Final = "spangrad.stream.complete"  # False: abandoned or cancelled
+DROPPED: Final = "spangrad.dropped"  # JSON: what was dropped from this span and why
+RETRIES: Final = "spangrad.http.retries"
+
+# On a rollout's root span; also the event `gen_ai.evaluation.result`
+REWARD_EVENT: Final = "gen_ai.evaluation.result"
+REWARD_NAME: Final = "gen_ai.evaluation.name"
+REWARD_VALUE: Final = "gen_ai.evaluation.score.value"
+REWARD_EXPLANATION: Final = "gen_ai.evaluation.explanation"
+
+# HTTP headers between tracer, gateway and hub
+HEADER_ROLLOUT: Final = "x-spangrad-rollout"
+HEADER_ATTEMPT: Final = "x-spangrad-attempt"
+HEADER_STEP: Final = "x-spangrad-step"
+HEADER_PURPOSE: Final = "x-spangrad-purpose"
+HEADER_KEY: Final = "authorization"  # "Bearer KEY"
+
+
+def choice_key(name: str, choice: int) -> str:
+    """Name of a per-choice attribute: `name` for choice 0, `name.<choice>` beyond."""
+    return name if choice == 0 else f"{name}.{choice}"
+
+
+def pack_ints(values: Iterable[int]) -> bytes:
+    """Pack token ids or versions as little-endian int32."""
+    return _little_endian(array("i", values))
+
+
+def pack_floats(values: Iterable[float]) -> bytes:
+    """Pack logprobs as little-endian float32."""
+    return _little_endian(array("f", values))
+
+
+def unpack_ints(packed: bytes) -> list[int]:
+    """Undo `pack_ints`. Raises ValueError if the length is no multiple of 4."""
+    return _native(array("i"), packed).tolist()
+
+
+def unpack_floats(packed: bytes) -> list[float]:
+    """Undo `pack_floats`, exactly as float32. Raises ValueError if the length is no multiple of 4."""
+    return _native(array("f"), packed).tolist()
+
+
+def _little_endian(values: "array[int] | array[float]") -> bytes:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def _native(into: "array[T]", packed: bytes) -> "array[T]":
+    into.frombytes(packed)
+    if sys.byteorder == "big":
+        into.byteswap()
+    return into

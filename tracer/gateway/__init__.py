@@ -1,0 +1,1 @@
+"""spangrad.tracer.gateway: see README.md in this folder."""

@@ -1,0 +1,1 @@
+"""spangrad.trainer: see README.md in this folder."""
