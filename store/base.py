@@ -37,7 +37,7 @@ class Store(Protocol):
     def heartbeat(
         self, rollouts: Sequence[tuple[str, int]], *, worker: str, lease_s: float = 60.0
     ) -> list[str]:
-        """Extend leases of (rollout_id, attempt). Returns the rollout ids that are no longer this worker's."""
+        """Extend leases of (rollout_id, attempt). Returns the ids that are no longer this worker's."""
         ...
 
     def finish(
@@ -51,7 +51,7 @@ class Store(Protocol):
         error: str | None = None,
         retry: bool = False,
     ) -> None:
-        """End an attempt. `retry`: requeue while attempts are left. Raises LeaseLostError if attempt is not current."""
+        """End an attempt; `retry` requeues while attempts are left. Raises LeaseLostError if it is not current."""
         ...
 
     def put_rewards(self, rewards: Sequence[Reward]) -> int:

@@ -18,7 +18,7 @@
     +-- EngineError (RuntimeError)        the inference engine failed, or did not start
     |   +-- PublishError                  the engine does not serve the weights that were published
     +-- PortInUseError (OSError)          the address is taken
-    +-- RolloutError (RuntimeError)       an agent could not be run at all (a failed rollout is data, not an error)
+    +-- RolloutError (RuntimeError)       an agent could not be run at all (a failed rollout is data)
 
 Each also inherits the standard error that it refines, carries one sentence, and
 survives pickling (Ray sends errors between processes).
