@@ -1,0 +1,88 @@
+"""Which policy version a call's tokens get, and when none."""
+
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from spangrad.tracer import conventions as names
+from tests.gateway.gateway_setup import GatewayFactory, Setup, body, dropped, ids, versions
+from tests.gateway.stub_engine import StubEngine
+from tests.waiting import wait_until
+
+
+def ask(gateway: Setup, text: str = "a b", **more: Any) -> None:
+    httpx.post(f"{gateway.url}/v1/chat/completions", json=body(text, **more), timeout=30).raise_for_status()
+
+
+def test_a_version_that_changes_during_a_call_is_not_guessed(gateway: Setup) -> None:
+    thread = threading.Thread(target=ask, args=(gateway, "HOLD"))
+    thread.start()
+    wait_until(lambda: gateway.engine.requests)
+    gateway.engine.version = "4"
+    gateway.engine.release.set()
+    thread.join()
+    attributes = gateway.attributes()
+    assert names.POLICY_VERSIONS not in attributes
+    assert dropped(attributes) == {"policy_versions": "changed from 3 to 4 during the call"}
+    assert len(ids(attributes)) == 2  # everything else is kept
+
+
+def test_a_call_after_a_publish_gets_the_new_version(gateway: Setup) -> None:
+    ask(gateway)
+    gateway.flush()
+    gateway.engine.version = "4"
+    httpx.post(f"{gateway.url}/spangrad/refresh").raise_for_status()
+    ask(gateway)
+    first, second = gateway.spans()
+    assert set(versions(first.attributes or {})) == {3}
+    assert set(versions(second.attributes or {})) == {4}
+
+
+def test_a_known_version_is_used_until_it_is_forgotten(start_gateway: GatewayFactory) -> None:
+    gateway = start_gateway(version_ttl_s=3600.0)
+    for _ in range(3):
+        ask(gateway)
+        gateway.flush()
+    assert gateway.engine.asked_versions == 4  # before the first call, and after each
+    httpx.post(f"{gateway.url}/spangrad/refresh").raise_for_status()
+    ask(gateway)
+    gateway.flush()
+    assert gateway.engine.asked_versions == 6
+
+
+@pytest.mark.parametrize(
+    ("served", "initial", "expected"),
+    [
+        ("7", 0, 7),
+        (7, 0, 7),
+        ("default", 0, 0),
+        (None, 0, 0),
+        ("default", 5, 5),
+        ("default", None, "the engine's weight version is 'default'"),
+        ("step-12", 0, "the engine's weight version 'step-12' is no integer"),
+        ("-1", 0, "the engine's weight version '-1' is no integer"),
+        (True, 0, "the engine's weight version True is no integer"),
+    ],
+)
+def test_only_whole_numbers_and_the_untouched_value_are_versions(
+    engine: StubEngine, start_gateway: GatewayFactory, served: Any, initial: int | None, expected: Any
+) -> None:
+    engine.version = served
+    gateway = start_gateway(initial_version=initial)
+    ask(gateway)
+    attributes = gateway.attributes()
+    if isinstance(expected, int):
+        assert set(versions(attributes)) == {expected}
+    else:
+        assert names.POLICY_VERSIONS not in attributes
+        assert dropped(attributes) == {"policy_versions": expected}
+
+
+def test_an_engine_without_weight_info_leaves_versions_unknown(gateway: Setup) -> None:
+    gateway.engine.weight_info_status = 404
+    ask(gateway)
+    attributes = gateway.attributes()
+    assert dropped(attributes) == {"policy_versions": "GET /weight_info answered 404"}
+    assert len(ids(attributes)) == 3

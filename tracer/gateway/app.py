@@ -1,0 +1,256 @@
+"""The gateway's HTTP application: routes, and the parts that all calls share.
+
+    agent --> POST [/rollout/ID[/ATTEMPT]]/v1/chat/completions --> engine
+                        |
+                        +--> span --> exporter --> hub or file store
+
+Only recorded routes are passed on, and reads below /v1: an agent never reaches the
+engine's control plane (pause, weight update, sleep), which vLLM leaves unguarded.
+"""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from opentelemetry.sdk.trace.export import SpanExporter
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute
+from starlette.routing import Route as HttpRoute
+from starlette.types import Receive, Scope, Send
+
+from spangrad.tracer import conventions as names
+from spangrad.tracer.exporter import HubExporter, SpoolExporter
+from spangrad.tracer.gateway.call import Call, Counts, Services
+from spangrad.tracer.gateway.config import GatewayConfig
+from spangrad.tracer.gateway.http_parts import (
+    RequireAgentKey,
+    engine_failure,
+    error_response,
+    is_operator,
+    reply_headers,
+    upstream_headers,
+)
+from spangrad.tracer.gateway.raw_log import RawLog
+from spangrad.tracer.gateway.rewrite import Route, upstream_request
+from spangrad.tracer.gateway.spans import SpanRecorder
+from spangrad.tracer.gateway.versions import VersionWatch
+
+CONNECT_TIMEOUT_S = 5.0
+KEEPALIVE_S = 2.0
+"""Below the 5 s after which uvicorn, and so vLLM, closes an idle connection under a request."""
+PREFIXES = ("", "/rollout/{rollout_id}", "/rollout/{rollout_id}/{attempt:int}")
+READABLE = ("/health", "/ping", "/version")
+"""The engine's paths outside /v1 that agents may read."""
+
+
+def create_app(config: GatewayConfig, *, exporter: SpanExporter | None = None) -> Starlette:
+    """Build the gateway.
+
+    Args:
+        config: Its settings.
+        exporter: Where spans go; None: `config.store`.
+
+    Raises:
+        ConfigError: Nothing could be recorded, or the raw log can't be written.
+    """
+    client = httpx.AsyncClient(
+        timeout=httpx.Timeout(config.request_timeout_s, connect=CONNECT_TIMEOUT_S, pool=None),
+        limits=httpx.Limits(
+            max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
+        ),
+        trust_env=False,
+    )
+    services = Services(
+        config=config,
+        client=client,
+        versions=VersionWatch(
+            client,
+            config.engine_url,
+            initial_version=config.initial_version,
+            timeout_s=config.version_timeout_s,
+        ),
+        recorder=SpanRecorder(exporter or _exporter(config)),
+        counts=Counts(),
+        raw_log=RawLog(config.raw_log) if config.raw_log is not None else None,
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await services.recorder.close()
+        await client.aclose()
+        if services.raw_log is not None:
+            services.raw_log.close()
+
+    keys = [Middleware(RequireAgentKey, key=config.agent_key)] if config.agent_key is not None else []
+    return Starlette(
+        routes=_routes(services),
+        middleware=keys,
+        lifespan=lifespan,
+        exception_handlers={404: _no_such_route, 405: _no_such_route},
+    )
+
+
+def _exporter(config: GatewayConfig) -> SpanExporter:
+    if config.store.startswith(("http://", "https://")):
+        return HubExporter(config.store, key=config.store_key, spool_dir=config.spool_dir)
+    return SpoolExporter(config.store)
+
+
+def _routes(services: Services) -> list[BaseRoute]:
+    reads = _Reads(services)
+    operator = _Operator(services)
+    routes: list[BaseRoute] = [
+        HttpRoute("/spangrad/health", operator.health),
+        HttpRoute("/spangrad/flush", operator.flush, methods=["POST"]),
+        HttpRoute("/spangrad/refresh", operator.refresh, methods=["POST"]),
+        *(HttpRoute(path, reads.read) for path in READABLE),
+    ]
+    for prefix in PREFIXES:
+        chat, completion = _Calls(services, Route.CHAT), _Calls(services, Route.COMPLETION)
+        routes += [
+            HttpRoute(f"{prefix}/v1/chat/completions", chat, methods=["POST"]),
+            HttpRoute(f"{prefix}/v1/completions", completion, methods=["POST"]),
+            HttpRoute(f"{prefix}/v1/{{path:path}}", reads.read_api),
+        ]
+    return routes
+
+
+class _Calls:
+    """One recorded route."""
+
+    def __init__(self, services: Services, route: Route) -> None:
+        self._services = services
+        self._route = route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start_ns = time.time_ns()
+        request = Request(scope, receive)
+        try:
+            origin = _origin(request)
+        except ValueError as error:
+            await error_response(400, "invalid_header", str(error))(scope, receive, send)
+            return
+        try:
+            raw = await request.body()
+        except ClientDisconnect:
+            return
+        call = Call(
+            self._services,
+            self._route,
+            upstream_request(raw, self._route, self._services.config.models),
+            headers=request.headers,
+            origin=origin,
+            start_ns=start_ns,
+        )
+        await call.run(receive, send)
+
+
+def _origin(request: Request) -> dict[str, Any]:
+    """Whose call it is: from the URL, else from the headers. Raises ValueError."""
+    headers = request.headers
+    rollout_id = request.path_params.get("rollout_id") or headers.get(names.HEADER_ROLLOUT)
+    attempt: Any = request.path_params.get("attempt", headers.get(names.HEADER_ATTEMPT, 0))
+    if isinstance(attempt, str) and not (attempt.isascii() and attempt.isdigit()):
+        raise ValueError(f"header {names.HEADER_ATTEMPT} is {attempt!r}; expected a number, 0 or more")
+    origin: dict[str, Any] = {}
+    if rollout_id:
+        origin |= {names.ROLLOUT_ID: rollout_id, names.ATTEMPT: int(attempt)}
+    for header, attribute in ((names.HEADER_STEP, names.STEP_NAME), (names.HEADER_PURPOSE, names.PURPOSE)):
+        if headers.get(header):
+            origin[attribute] = headers[header]
+    return origin
+
+
+class _Reads:
+    """GET requests that are passed on unrecorded."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def read_api(self, request: Request) -> Response:
+        """A path below /v1."""
+        return await self._get(request, f"/v1/{request.path_params['path']}")
+
+    async def read(self, request: Request) -> Response:
+        """One of `READABLE`."""
+        return await self._get(request, request.url.path)
+
+    async def _get(self, request: Request, path: str) -> Response:
+        config = self._services.config
+        if ".." in path.split("/"):
+            return error_response(404, "not_found", f"no path {path}")
+        url = httpx.URL(config.engine_url + path).copy_with(query=request.url.query.encode() or None)
+        try:
+            upstream = await self._services.client.get(url, headers=upstream_headers(request.headers, config))
+        except httpx.HTTPError as error:
+            status, message = engine_failure(error, config)
+            return error_response(status, "engine_error", message)
+        response = Response(upstream.content, upstream.status_code)
+        response.raw_headers = [*response.raw_headers, *reply_headers(upstream.headers)]
+        return response
+
+
+class _Operator:
+    """The gateway's own routes, for the trainer and for people."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def health(self, request: Request) -> Response:
+        """Whether the engine answers, and what has been recorded."""
+        services = self._services
+        try:
+            answer = await services.client.get(f"{services.config.engine_url}/health", timeout=2.0)
+            reachable = answer.is_success
+        except httpx.HTTPError:
+            reachable = False
+        latest = services.versions.latest
+        return JSONResponse(
+            {
+                "engine": {
+                    "url": services.config.engine_url,
+                    "reachable": reachable,
+                    "policy_version": latest.version if latest else None,
+                    "policy_version_problem": latest.problem if latest else None,
+                },
+                "calls": services.counts.calls,
+                "failed": services.counts.failed,
+                "spans": services.recorder.counts(),
+            }
+        )
+
+    async def flush(self, request: Request) -> Response:
+        """Answer when the spans of all calls that have ended are handed over."""
+        if not is_operator(request, self._services.config):
+            return _not_an_operator()
+        await self._services.recorder.flush()
+        return JSONResponse({"spans": self._services.recorder.counts()})
+
+    async def refresh(self, request: Request) -> Response:
+        """Forget the known policy version: weights were published."""
+        if not is_operator(request, self._services.config):
+            return _not_an_operator()
+        self._services.versions.forget()
+        return JSONResponse({})
+
+
+def _not_an_operator() -> Response:
+    return error_response(
+        403, "forbidden", "only callers on this machine or with the store's key may do this"
+    )
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    message = (
+        f"the gateway does not pass on {request.method} {request.url.path}; it records "
+        "POST /v1/chat/completions and POST /v1/completions and passes on GET /v1/..."
+    )
+    return error_response(status, "not_found", message)

@@ -1,0 +1,196 @@
+"""Start spans, end them once everything is known, hand them to the exporter, count them.
+
+A call's span ends in a background task after the client has its reply, because the
+policy version has to be asked again. `flush` waits for those tasks and then for the
+exporter.
+
+Invariants: a span is exported once or counted as dropped; the exporter's queue never
+overflows unseen; recording never raises into a call.
+
+Knows OpenTelemetry. Knows no HTTP and no model calls.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from spangrad.errors import ConfigError
+from spangrad.tracer.conventions import SCOPE_GATEWAY
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUE = 16_384
+"""Spans that wait for the exporter; the newest beyond that are dropped and counted."""
+BATCH = 256
+SCHEDULE_DELAY_MS = 100.0
+WARN_EVERY_S = 30.0
+
+_propagator = TraceContextTextMapPropagator()
+
+
+class SpanRecorder:
+    """The gateway's own tracer: it shares nothing with a tracer that the process may have."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        """Send spans to `exporter`, which is shut down with the recorder. Raises ConfigError."""
+        if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+            raise ConfigError("OTEL_SDK_DISABLED is 'true', so a gateway would record nothing; unset it")
+        self._exporter = _CountingExporter(exporter)
+        # Every limit raised: the SDK's defaults cut attributes away. ALWAYS_ON: a caller's sampling
+        # decision is about its own traces.
+        unlimited = SpanLimits.UNSET
+        self._provider = TracerProvider(
+            sampler=ALWAYS_ON,
+            resource=Resource.create({"service.name": "spangrad-gateway"}),
+            shutdown_on_exit=False,
+            span_limits=SpanLimits(
+                max_attributes=unlimited,
+                max_events=unlimited,
+                max_links=unlimited,
+                max_span_attributes=unlimited,
+                max_event_attributes=unlimited,
+                max_link_attributes=unlimited,
+                max_attribute_length=unlimited,
+                max_span_attribute_length=unlimited,
+            ),
+        )
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                self._exporter,
+                max_queue_size=MAX_QUEUE,
+                schedule_delay_millis=SCHEDULE_DELAY_MS,
+                max_export_batch_size=BATCH,
+            )
+        )
+        self._tracer = self._provider.get_tracer(SCOPE_GATEWAY)
+        self._open: set[asyncio.Future[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended = 0
+        self._dropped = 0
+        self._warned_at = float("-inf")
+
+    def start(self, name: str, *, headers: Mapping[str, str], start_ns: int) -> Span:
+        """Start a SERVER span below the caller's `traceparent`, or a root span."""
+        parent = _propagator.extract(headers)
+        return self._tracer.start_span(
+            _encodable(name), context=parent, kind=SpanKind.SERVER, start_time=start_ns
+        )
+
+    def hold(self) -> asyncio.Future[None]:
+        """Make `flush` wait until the returned future is done: a call whose span is on its way."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        return future
+
+    def end_later(self, work: Coroutine[Any, Any, None], held: asyncio.Future[None]) -> None:
+        """Run `work`, which ends a span, in the background; `held` is done when it is."""
+
+        async def run() -> None:
+            try:
+                await work
+            except Exception:  # boundary: a call that can't be recorded is counted, nothing else fails
+                self._drop("a call could not be recorded", exc_info=True)
+            finally:
+                if not held.done():
+                    held.set_result(None)
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def end(
+        self, span: Span, attributes: Mapping[str, Any], *, end_ns: int, error: tuple[str, str] | None
+    ) -> None:
+        """Give a span its attributes and end it; `error` is its type and its message."""
+        span.set_attributes({key: _encodable(value) for key, value in attributes.items()})
+        if error is not None:
+            span.set_status(Status(StatusCode.ERROR, _encodable(f"{error[0]}: {error[1]}")))
+        if self._ended - self._exporter.taken >= MAX_QUEUE:
+            self._drop("the exporter is too slow")
+            return
+        self._ended += 1
+        span.end(end_time=end_ns)
+
+    async def flush(self) -> None:
+        """Return when the spans of all calls that have ended are with the exporter."""
+        if self._open:
+            await asyncio.wait(set(self._open))
+        await asyncio.to_thread(self._provider.force_flush)
+        await asyncio.to_thread(self._exporter.force_flush)
+
+    async def close(self) -> None:
+        """Flush, then shut the exporter down."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        await asyncio.to_thread(self._provider.shutdown)
+
+    def counts(self) -> dict[str, int]:
+        """Spans that were exported, dropped, and that are still waiting."""
+        exported, refused = self._exporter.exported, self._exporter.refused
+        return {
+            "exported": exported,
+            "dropped": self._dropped + refused,
+            "waiting": self._ended - exported - refused,
+        }
+
+    def _drop(self, reason: str, *, exc_info: bool = False) -> None:
+        self._dropped += 1
+        now = time.monotonic()
+        if now - self._warned_at >= WARN_EVERY_S:
+            self._warned_at = now
+            logger.warning("%s: %d spans dropped so far", reason, self._dropped, exc_info=exc_info)
+
+
+def traceparent(span: Span) -> dict[str, str]:
+    """Headers that make `span` the parent of what the receiver records."""
+    carrier: dict[str, str] = {}
+    _propagator.inject(carrier, context=trace.set_span_in_context(span))
+    return carrier
+
+
+class _CountingExporter(SpanExporter):
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+        self.taken = 0
+        self.exported = 0
+        self.refused = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.taken += len(spans)
+        try:
+            result = self._exporter.export(spans)
+        except Exception:  # boundary: the exporter's thread must live on
+            logger.exception("%s failed to export %d spans", type(self._exporter).__name__, len(spans))
+            result = SpanExportResult.FAILURE
+        if result is SpanExportResult.SUCCESS:
+            self.exported += len(spans)
+        else:
+            self.refused += len(spans)
+        return result
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._exporter.force_flush(timeout_millis)
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
+def _encodable(value: Any) -> Any:
+    """`value` with lone surrogates escaped: protobuf refuses them, and the batch with them."""
+    if isinstance(value, str) and not value.isascii():
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, list | tuple):
+        return [_encodable(item) for item in value]
+    return value
