@@ -1,0 +1,159 @@
+"""Spans -> ModelCalls: one per call, however many spans tell of it.
+
+Finds the call spans, reads each in its dialect, merges the accounts of one call,
+grades the result. It does not know tokens' meaning, trees or credit.
+
+Invariants:
+* a call counts once: the client's span gives names and step, the gateway's gives
+  ids, logprobs, versions and the exact request;
+* a span that can't be read harms no other;
+* no call of an attempt that is over reaches a trainer (`calls_of`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from spangrad.adapters.dialects import NO_DIALECT, READERS, recognise
+from spangrad.adapters.grading import grade
+from spangrad.adapters.merging import cluster, merge
+from spangrad.adapters.model_call import ModelCall, Purpose
+from spangrad.adapters.reading import Reading, text, whole_number
+from spangrad.store.base import Store
+from spangrad.store.records import RECORDED_SPLIT, Span
+from spangrad.tracer import conventions as c
+
+
+def calls_from_spans(spans: Iterable[Span]) -> list[ModelCall]:
+    """Every model call that the spans tell of, graded, ordered by start time."""
+    by_id = {(span.trace_id, span.span_id): span for span in spans}
+    readings = [_with_context(_read(span), by_id) for span in by_id.values() if _is_readable(span)]
+    parents = {key: span.parent_span_id for key, span in by_id.items()}
+    calls = [_call(merge(group), group) for group in cluster(readings, parents)]
+    return sorted(calls, key=lambda call: (call.start_ns, call.call_id))
+
+
+def calls_of(store: Store, rollout_ids: Sequence[str] | None = None) -> list[ModelCall]:
+    """Calls of these rollouts' current attempts (of everything in the store without `rollout_ids`).
+
+    Where nobody enqueued a rollout, its current attempt is the highest one that its spans name. A span that
+    names no attempt belongs to attempt 0.
+    """
+    calls = calls_from_spans(store.spans(rollout_ids))
+    current: dict[str, int] = {}
+    for call in calls:
+        if call.rollout_id is not None:
+            current[call.rollout_id] = max(call.attempt, current.get(call.rollout_id, 0))
+    for rollout in store.rollouts(rollout_ids=list(current)) if current else ():
+        if rollout.split != RECORDED_SPLIT:
+            current[rollout.rollout_id] = rollout.attempt
+    return [call for call in calls if call.rollout_id is None or call.attempt == current[call.rollout_id]]
+
+
+def call_to_json(call: ModelCall) -> dict[str, Any]:
+    """A call as a JSON object; per-choice fields are those of the first choice, `choices` has all."""
+    choices = [
+        {
+            "message": dict(choice.message),
+            "finish_reason": choice.finish_reason,
+            "sampled_token_ids": _listed(choice.sampled_token_ids),
+            "logprobs": _listed(choice.logprobs),
+            "policy_versions": _listed(choice.policy_versions),
+        }
+        for choice in call.choices
+    ]
+    first: Mapping[str, Any] = choices[0] if choices else {}
+    versions = first.get("policy_versions") or ()
+    return {
+        "call_id": call.call_id,
+        "rollout_id": call.rollout_id,
+        "attempt": call.attempt,
+        "trace_id": call.trace_id,
+        "span_id": call.span_id,
+        "span_ids": list(call.span_ids),
+        "dialect": call.dialect,
+        "model": call.model,
+        "grade": str(call.grade),
+        "grade_reasons": list(call.grade_reasons),
+        "finish_reason": first.get("finish_reason"),
+        "messages": [dict(message) for message in call.messages],
+        "tools": [dict(tool) for tool in call.tools],
+        "sampling": dict(call.sampling),
+        "output": first.get("message"),
+        "prompt_token_ids": _listed(call.prompt_token_ids),
+        "sampled_token_ids": first.get("sampled_token_ids"),
+        "logprobs": first.get("logprobs"),
+        "policy_version": versions[0] if versions else None,
+        "choices": choices,
+        "agent_name": call.agent_name,
+        "step_name": call.step_name,
+        "purpose": str(call.purpose),
+        "is_trained_policy": call.is_trained_policy,
+        "response_id": call.response_id,
+        "error": call.error,
+        "usage": dict(call.usage),
+        "start_ns": call.start_ns,
+        "end_ns": call.end_ns,
+    }
+
+
+def _listed(values: Sequence[Any] | None) -> list[Any] | None:
+    return None if values is None else list(values)
+
+
+def _is_readable(span: Span) -> bool:
+    dialect = recognise(span)
+    return dialect is not None and dialect != NO_DIALECT
+
+
+def _read(span: Span) -> Reading:
+    return READERS[str(recognise(span))](span)
+
+
+def _with_context(reading: Reading, by_id: Mapping[tuple[str, str], Span]) -> Reading:
+    """Fill in what only the span's ancestors say: agent, step, rollout, attempt."""
+    span, seen = reading.span, set[str]()
+    agent, step = reading.agent_name, reading.step_name
+    rollout, attempt = reading.rollout_id, reading.attempt
+    while span.span_id not in seen:
+        seen.add(span.span_id)
+        agent = agent or text(span.attributes, c.AGENT_NAME)
+        step = step or text(span.attributes, c.STEP_NAME)
+        rollout = rollout or text(span.attributes, c.ROLLOUT_ID)
+        attempt = attempt if attempt is not None else whole_number(span.attributes, c.ATTEMPT)
+        parent = by_id.get((span.trace_id, span.parent_span_id or ""))
+        if parent is None:
+            break
+        span = parent
+    return replace(reading, agent_name=agent, step_name=step, rollout_id=rollout, attempt=attempt)
+
+
+def _call(reading: Reading, group: Sequence[Reading]) -> ModelCall:
+    span = reading.span
+    level, reasons = grade(reading)
+    return ModelCall(
+        call_id=f"{span.trace_id}-{span.span_id}",
+        trace_id=span.trace_id,
+        span_id=span.span_id,
+        span_ids=tuple(member.span.span_id for member in group),
+        dialect=reading.dialect,
+        start_ns=span.start_ns,
+        end_ns=span.end_ns,
+        grade=level,
+        grade_reasons=reasons,
+        rollout_id=reading.rollout_id,
+        attempt=reading.attempt or 0,
+        model=reading.model,
+        response_id=reading.response_id,
+        messages=reading.messages,
+        tools=reading.tools,
+        sampling=reading.sampling,
+        choices=reading.choices,
+        prompt_token_ids=reading.prompt_token_ids,
+        agent_name=reading.agent_name,
+        step_name=reading.step_name,
+        purpose=reading.purpose or Purpose.AGENT,
+        is_trained_policy=reading.is_trained_policy is not False,
+        error=reading.error,
+        usage=reading.usage,
+    )

@@ -1,0 +1,137 @@
+"""What a call can honestly train, and why not more.
+
+A pure function of one (merged) reading. Every rule is a row of the table in
+`adapters/README.md`. A reason reads `what: detail`; the part before the colon is
+the same for all calls with that reason, so that reasons can be counted.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, Final
+
+from spangrad.adapters.messages import NO_CHAT_FORM
+from spangrad.adapters.model_call import Choice, Grade
+from spangrad.adapters.reading import Reading
+
+MISSING_LOGPROB: Final = -9999.0
+"""What vLLM reports for a token that has no logprob."""
+FAILED_FINISHES: Final = frozenset({"error", "abort", "cancelled", "content_filter"})
+"""Finish reasons of replies that are not what the policy sampled. `length` is not among them: a
+reply cut by its token limit was still sampled exactly."""
+LEFT_EARLY: Final = "stream was left early"
+
+ORDER: Final = (Grade.EXACT, Grade.IDS, Grade.TEXT, Grade.UNUSABLE)
+"""Best first."""
+
+
+def worst(grades: Iterator[Grade]) -> Grade:
+    """The worst of some grades; `exact` of none."""
+    return max(grades, key=ORDER.index, default=Grade.EXACT)
+
+
+def at_least(grade: Grade, wanted: Grade) -> bool:
+    """Whether `grade` is as good as `wanted`."""
+    return ORDER.index(grade) <= ORDER.index(wanted)
+
+
+def reason_kind(reason: str) -> str:
+    """The part of a reason that is the same for all calls that share it."""
+    return reason.split(": ", 1)[0]
+
+
+def grade(reading: Reading) -> tuple[Grade, tuple[str, ...]]:
+    """Grade a reading. The reasons say why it is not better; none for `exact`."""
+    if fatal := tuple(_unusable(reading)):
+        return Grade.UNUSABLE, fatal
+    if no_ids := tuple(_without_ids(reading)):
+        if nothing := tuple(_without_text(reading)):
+            return Grade.UNUSABLE, (*no_ids, *nothing)
+        return Grade.TEXT, (*no_ids, *reading.token_losses, *reading.notes)
+    if doubts := tuple(_doubts(reading)):
+        return Grade.IDS, (*doubts, *reading.token_losses)
+    return Grade.EXACT, ()
+
+
+def _unusable(reading: Reading) -> Iterator[str]:
+    if reading.error is not None:
+        yield f"error: {reading.error}"
+    if reading.is_stream_complete is False:
+        yield LEFT_EARLY
+    yield from reading.faults
+    if not reading.choices:
+        if reading.error is None:
+            yield "no output was recorded"
+        return
+    for index, choice in enumerate(reading.choices):
+        if choice.finish_reason is None and reading.is_stream_complete is not False:
+            yield (LEFT_EARLY if reading.is_streamed else "no finish reason") + f": choice {index}"
+        elif choice.finish_reason in FAILED_FINISHES:
+            yield f"reply was not finished: choice {index} ended with {choice.finish_reason!r}"
+        if choice.sampled_token_ids is not None and not choice.sampled_token_ids:
+            yield f"no token was sampled: choice {index}"
+
+
+def _without_ids(reading: Reading) -> Iterator[str]:
+    if reading.prompt_token_ids is None and all(x.sampled_token_ids is None for x in reading.choices):
+        yield "no token ids"
+        return
+    if not reading.prompt_token_ids:
+        yield "no prompt token ids"
+    for index, choice in enumerate(reading.choices):
+        if choice.sampled_token_ids is None:
+            yield f"no sampled token ids: choice {index}"
+
+
+def _without_text(reading: Reading) -> Iterator[str]:
+    if not reading.messages:
+        yield "no input messages were recorded"
+    yield from (note for note in reading.notes if note.startswith(NO_CHAT_FORM))
+    for index, choice in enumerate(reading.choices):
+        if not any(choice.message.get(key) for key in ("content", "tool_calls", "reasoning")):
+            yield f"no output was recorded: choice {index}"
+
+
+def _doubts(reading: Reading) -> Iterator[str]:
+    for index, choice in enumerate(reading.choices):
+        yield from _choice_doubts(index, choice)
+    if reading.is_constrained:
+        yield "sampled under constraint"
+    if reading.sampling.get("temperature") == 0:
+        yield "sampled greedily: at temperature 0 every behaviour logprob is 0"
+    elif reading.logprobs_mode != "processed" and (changes := _processing(reading)):
+        mode = f"are {reading.logprobs_mode}" if reading.logprobs_mode else "have no known mode"
+        yield f"logprobs are not of the sampled distribution: they {mode}, with {changes}"
+
+
+def _processing(reading: Reading) -> str:
+    """What was done to the distribution before sampling, as text."""
+    neutral: dict[str, tuple[Any, ...]] = {
+        "temperature": (1, None),
+        "top_p": (1, None),
+        "top_k": (0, -1, None),
+        "min_p": (0, None),
+        "frequency_penalty": (0, None),
+        "presence_penalty": (0, None),
+        "repetition_penalty": (1, None),
+        "logit_bias": (None, {}),
+    }
+    asked = {name: reading.sampling.get(name) for name, values in neutral.items() if name in reading.sampling}
+    return ", ".join(f"{name} {value}" for name, value in asked.items() if value not in neutral[name])
+
+
+def _choice_doubts(index: int, choice: Choice) -> Iterator[str]:
+    count = len(choice.sampled_token_ids or ())
+    if choice.logprobs is None:
+        yield f"no logprobs: choice {index}"
+    elif (found := len(choice.logprobs)) != count:
+        yield f"logprobs don't cover the reply: choice {index} has {found} for {count} sampled ids"
+    elif MISSING_LOGPROB in choice.logprobs:
+        place = list(choice.logprobs).index(MISSING_LOGPROB)
+        yield f"a logprob is missing: choice {index} has {MISSING_LOGPROB} at token {place}"
+    elif any(not math.isfinite(value) or value > 0 for value in choice.logprobs):
+        yield f"a logprob is no logprob: choice {index} has a value that is positive or not finite"
+    versions = choice.policy_versions
+    if versions is None or any(version < 0 for version in versions):
+        yield f"policy version unknown: choice {index}"
+    elif (found := len(versions)) != count:
+        yield f"policy versions don't cover the reply: choice {index} has {found} for {count} sampled ids"

@@ -1,0 +1,145 @@
+"""Files of traces -> store, with an honest account of what they are good for.
+
+Streams: messages are put into the store in small batches, and afterwards the calls
+of every trace that was touched are read back and graded, because the spans of a call
+may be spread over lines and files.
+
+Invariants:
+* a broken line is counted with its number and never stops the rest;
+* nothing is left out in silence: calls in an unknown dialect, messages of other
+  signals and unusable calls are counted;
+* ingesting a file twice stores it once.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from spangrad.adapters.calls import calls_from_spans
+from spangrad.adapters.dialects import NO_DIALECT, recognise
+from spangrad.adapters.grading import reason_kind
+from spangrad.adapters.otlp_files import Broken, Skipped, messages
+from spangrad.store.base import Store
+
+BATCH_SPANS: Final = 1000
+BATCH_BYTES: Final = 4 * 2**20
+TRACES_AT_ONCE: Final = 200
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes read, bytes in all)."""
+
+
+@dataclass(slots=True)
+class IngestReport:
+    """What was read, stored, and what it can train."""
+
+    files: int = 0
+    messages: int = 0
+    """Export requests with spans."""
+    spans: int = 0
+    new_spans: int = 0
+    """Spans that the store did not have."""
+    traces: int = 0
+    calls: int = 0
+    """Model calls in these traces, those in an unknown dialect not included."""
+    by_dialect: Mapping[str, int] = field(default_factory=dict)
+    """Calls by dialect; `no dialect` counts call spans that nobody here reads."""
+    by_grade: Mapping[str, int] = field(default_factory=dict)
+    by_reason: Mapping[str, int] = field(default_factory=dict)
+    """Calls by what keeps them from a better grade; a call may have several reasons."""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Messages of other signals: `logs`, `metrics`."""
+    broken: Sequence[Broken] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as a JSON object."""
+        return asdict(self)
+
+
+def ingest(paths: Sequence[str | Path], store: Store, progress: Progress | None = None) -> IngestReport:
+    """Put the spans of OTLP files into a store; of a folder, all files below it.
+
+    Raises:
+        DialectError: A file can't be opened.
+        StoreError: The store refused; what was put before is stored.
+    """
+    files = [file for path in map(Path, paths) for file in (_files_below(path) if path.is_dir() else [path])]
+    report = IngestReport(files=len(files))
+    traces: dict[str, None] = {}
+    broken: list[Broken] = []
+    skipped: Counter[str] = Counter()
+    batch = _Batch(store)
+    total = sum(file.stat().st_size for file in files if file.is_file())
+    before = 0
+    for path in files:
+        position = 0
+        for message, position in messages(path):
+            if isinstance(message, Broken):
+                broken.append(message)
+            elif isinstance(message, Skipped):
+                skipped[message.signal] += 1
+            else:
+                report.messages += 1
+                report.spans += batch.add(message, traces)
+            if progress is not None:
+                progress(before + position, total)
+        before += position
+    batch.flush()
+    report.new_spans, report.traces = batch.new_spans, len(traces)
+    report.broken, report.skipped = tuple(broken), dict(skipped)
+    _grade(store, list(traces), report)
+    return report
+
+
+def _files_below(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+class _Batch:
+    """Collects requests, so that the store commits a batch and not every line."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._request = ExportTraceServiceRequest()
+        self._spans = self._bytes = 0
+        self.new_spans = 0
+
+    def add(self, request: ExportTraceServiceRequest, traces: dict[str, None]) -> int:
+        """Add a request and the ids of its traces. Returns how many spans it has."""
+        spans = [
+            s for resource in request.resource_spans for scope in resource.scope_spans for s in scope.spans
+        ]
+        traces.update((span.trace_id.hex(), None) for span in spans)
+        self._request.MergeFrom(request)
+        self._spans += len(spans)
+        self._bytes += request.ByteSize()
+        if self._spans >= BATCH_SPANS or self._bytes >= BATCH_BYTES:
+            self.flush()
+        return len(spans)
+
+    def flush(self) -> None:
+        """Put what was collected into the store."""
+        if self._spans:
+            self.new_spans += self._store.put_otlp(self._request.SerializeToString())
+        self._request = ExportTraceServiceRequest()
+        self._spans = self._bytes = 0
+
+
+def _grade(store: Store, traces: Sequence[str], report: IngestReport) -> None:
+    dialects: Counter[str] = Counter()
+    grades: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    for start in range(0, len(traces), TRACES_AT_ONCE):
+        spans = list(store.spans(trace_ids=traces[start : start + TRACES_AT_ONCE]))
+        dialects[NO_DIALECT] += sum(recognise(span) == NO_DIALECT for span in spans)
+        for call in calls_from_spans(spans):
+            dialects[call.dialect] += 1
+            grades[str(call.grade)] += 1
+            reasons.update({reason_kind(reason) for reason in call.grade_reasons})
+    report.calls = grades.total()
+    report.by_dialect = {name: count for name, count in dialects.items() if count}
+    report.by_grade, report.by_reason = dict(grades), dict(reasons.most_common())

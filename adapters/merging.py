@@ -1,0 +1,165 @@
+"""Which readings tell of one call, and what they say together.
+
+Two spans are of one call if one is the gateway's and a descendant of the other, or
+if both carry the same response id inside one trace or rollout and come from
+different recorders. The same recorder never tells of a call twice, so a server that
+reuses response ids does not glue calls together.
+
+Invariants:
+* an HTTP retry below the SDK (several gateway spans under one client span) is one
+  call: the attempt whose reply the client got;
+* a reply that the client never read is a call of its own, and unusable;
+* faults and notes follow the span whose content is used.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final, TypeVar
+
+from spangrad.adapters.reading import Reading
+
+T = TypeVar("T")
+
+NEVER_READ: Final = "the agent never read this reply"
+
+Parents = Mapping[tuple[str, str], str | None]
+"""(trace_id, span_id) -> parent span id, of every span."""
+
+
+def cluster(readings: Sequence[Reading], parents: Parents) -> list[list[Reading]]:
+    """Group readings by call, the one that names the call first in its group."""
+    clients = [reading for reading in readings if not reading.is_gateway]
+    groups = _merge_clients(clients)
+    owner = {_key(reading): group for group in groups for reading in group}
+    by_response = {key: group for group in groups for r in group for key in _response_keys(r)}
+    below: dict[int, list[Reading]] = {}
+    alone: list[list[Reading]] = []
+    for reading in readings:
+        if not reading.is_gateway:
+            continue
+        group = _client_above(reading, parents, owner)
+        if group is None:
+            group = next((by_response[k] for k in _response_keys(reading) if k in by_response), None)
+        if group is None:
+            alone.append([reading])
+        else:
+            below.setdefault(id(group), []).append(reading)
+    for group in groups:
+        alone.extend(_attach(group, below.get(id(group), [])))
+    return groups + alone
+
+
+def merge(group: Sequence[Reading]) -> Reading:
+    """One reading of a call: names from the first of the group, content from the best of it.
+
+    Gateway spans of retries that failed are part of the group and say nothing about the outcome.
+    """
+    namer = group[0]
+    content = max(group, key=_content_quality)
+    others = [content, *group]
+    told = [content, *(reading for reading in group if not reading.is_gateway)]
+    return replace(
+        content,
+        span=namer.span,
+        dialect=namer.dialect,
+        model=_first(namer.model, *(r.model for r in others)),
+        response_id=_first(*(r.response_id for r in others)),
+        agent_name=_first(*(r.agent_name for r in group)),
+        step_name=_first(*(r.step_name for r in group)),
+        rollout_id=_first(*(r.rollout_id for r in group)),
+        attempt=_first(*(r.attempt for r in group)),
+        purpose=_first(*(r.purpose for r in group)),
+        is_trained_policy=_first(content.is_trained_policy, *(r.is_trained_policy for r in group)),
+        messages=content.messages or namer.messages,
+        tools=content.tools or namer.tools,
+        choices=content.choices or namer.choices,
+        usage=content.usage or namer.usage,
+        error=_first(*(r.error for r in told)),
+        is_stream_complete=_both(*(r.is_stream_complete for r in told)),
+        is_constrained=any(r.is_constrained for r in told),
+    )
+
+
+def _merge_clients(clients: Sequence[Reading]) -> list[list[Reading]]:
+    """Client-side spans of one call: a framework's and the SDK's, or two instrumentations'."""
+    groups: list[list[Reading]] = []
+    by_response: dict[tuple[str, str], list[list[Reading]]] = {}
+    for reading in sorted(clients, key=lambda r: (r.span.start_ns, -r.span.end_ns, r.span.span_id)):
+        keys = _response_keys(reading)
+        found = (g for key in keys for g in by_response.get(key, ()) if _is_same_call(g, reading))
+        group = next(found, None)
+        if group is None:
+            group = []
+            groups.append(group)
+        group.append(reading)
+        for key in keys:
+            if not any(g is group for g in by_response.setdefault(key, [])):
+                by_response[key].append(group)
+    return groups
+
+
+def _is_same_call(group: Sequence[Reading], reading: Reading) -> bool:
+    """Another recorder's account of the same time."""
+    return all(
+        member.span.scope != reading.span.scope
+        and member.span.start_ns <= reading.span.end_ns
+        and reading.span.start_ns <= member.span.end_ns
+        for member in group
+    )
+
+
+def _client_above(
+    reading: Reading, parents: Parents, owner: Mapping[tuple[str, str], list[Reading]]
+) -> list[Reading] | None:
+    """The group of the nearest client call span above a gateway span."""
+    trace_id, seen = reading.span.trace_id, set[str]()
+    span_id = reading.span.parent_span_id
+    while span_id is not None and span_id not in seen:
+        if (trace_id, span_id) in owner:
+            return owner[trace_id, span_id]
+        seen.add(span_id)
+        span_id = parents.get((trace_id, span_id))
+    return None
+
+
+def _attach(group: list[Reading], gateway: Sequence[Reading]) -> list[list[Reading]]:
+    """Merge into the group the gateway's account of the reply that the client got.
+
+    Returns the replies that it never got, each as a call of its own.
+    """
+    if not gateway:
+        return []
+    wanted = {reading.response_id for reading in group if reading.response_id}
+    in_order = sorted(gateway, key=lambda r: (r.error is None, r.span.start_ns))
+    matching = [reading for reading in in_order if reading.response_id in wanted]
+    read = (matching or in_order)[-1]
+    group.append(read)
+    unread = [r for r in in_order if r is not read and r.error is None and r.choices]
+    group.extend(r for r in in_order if r is not read and not any(r is u for u in unread))
+    return [[replace(r, faults=(*r.faults, NEVER_READ))] for r in unread]
+
+
+def _content_quality(reading: Reading) -> tuple[bool, bool, bool, bool]:
+    has_ids = any(choice.sampled_token_ids for choice in reading.choices)
+    return (reading.error is None, has_ids, bool(reading.messages and not reading.faults), reading.is_gateway)
+
+
+def _key(reading: Reading) -> tuple[str, str]:
+    return reading.span.trace_id, reading.span.span_id
+
+
+def _response_keys(reading: Reading) -> list[tuple[str, str]]:
+    if reading.response_id is None:
+        return []
+    places = (reading.span.trace_id, reading.rollout_id)
+    return [(place, reading.response_id) for place in places if place is not None]
+
+
+def _first(*values: T | None) -> T | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _both(*values: bool | None) -> bool | None:
+    if False in values:
+        return False
+    return True if True in values else None

@@ -1,0 +1,239 @@
+"""Dialect: OTel GenAI spans with JSON attributes (conventions 1.37 and later), spangrad's own included.
+
+`read(span)` is a pure function of one span. It knows attribute names and decoding;
+it does not know other spans, merging or grading.
+
+Invariants:
+* a span that is broken becomes a reading with a fault, never an exception: its
+  neighbours are kept;
+* ids, logprobs and versions are copied as the engine gave them, never made up.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from spangrad.adapters.messages import chat_messages, chat_tools, system_messages
+from spangrad.adapters.model_call import Choice, Purpose
+from spangrad.adapters.reading import Reading, text, whole_number
+from spangrad.errors import DialectError
+from spangrad.store.records import Span
+from spangrad.tracer import conventions as c
+
+T = TypeVar("T")
+
+DIALECT_OTEL: Final = "otel_genai"
+DIALECT_SPANGRAD: Final = "spangrad"
+CALL_OPERATIONS: Final = frozenset({"chat", "text_completion", "generate_content"})
+
+SYSTEM_INSTRUCTIONS: Final = "gen_ai.system_instructions"
+TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
+SAMPLING: Final = {
+    "temperature": c.REQUEST_TEMPERATURE,
+    "top_p": c.REQUEST_TOP_P,
+    "top_k": c.REQUEST_TOP_K,
+    "max_tokens": c.REQUEST_MAX_TOKENS,
+    "seed": c.REQUEST_SEED,
+    "stop": c.REQUEST_STOP,
+    "n": c.REQUEST_CHOICE_COUNT,
+    "frequency_penalty": "gen_ai.request.frequency_penalty",
+    "presence_penalty": "gen_ai.request.presence_penalty",
+}
+TOKEN_DATA: Final = (
+    "token_ids",
+    "prompt_token_ids",
+    "sampled_token_ids",
+    "sampled_logprobs",
+    "policy_versions",
+)
+"""What may be dropped from a span without harm to its text."""
+FINISH_REASONS: Final = {"tool_call": "tool_calls", "": None}
+"""Other spellings -> OpenAI's."""
+
+
+def read(span: Span) -> Reading:
+    """Read a call span of this dialect (`recognise` has said that it is one)."""
+    attributes = span.attributes
+    decoder = _Decoder(span)
+    choices = _choices(attributes, decoder)
+    lost_content, lost_tokens = _losses(span, decoder)
+    return Reading(
+        span=span,
+        dialect=DIALECT_SPANGRAD if is_spangrad(span) else DIALECT_OTEL,
+        is_gateway=span.scope == c.SCOPE_GATEWAY,
+        model=text(attributes, c.REQUEST_MODEL) or text(attributes, c.RESPONSE_MODEL),
+        response_id=text(attributes, c.RESPONSE_ID),
+        messages=_messages(attributes, decoder),
+        tools=decoder.convert(c.TOOL_DEFINITIONS, chat_tools) or (),
+        sampling=_sampling(attributes, decoder),
+        choices=choices,
+        prompt_token_ids=decoder.unpack(c.PROMPT_TOKEN_IDS, c.unpack_ints),
+        agent_name=text(attributes, c.AGENT_NAME),
+        step_name=text(attributes, c.STEP_NAME),
+        rollout_id=span.rollout_id or text(attributes, c.ROLLOUT_ID),
+        attempt=span.attempt if span.attempt is not None else whole_number(attributes, c.ATTEMPT),
+        purpose=_purpose(attributes),
+        is_trained_policy=_policy(attributes),
+        error=_error(span),
+        usage=_usage(attributes),
+        is_streamed=bool(attributes.get(c.REQUEST_STREAM)) or TIME_TO_FIRST_CHUNK in attributes,
+        is_stream_complete=None
+        if c.STREAM_COMPLETE not in attributes
+        else bool(attributes[c.STREAM_COMPLETE]),
+        logprobs_mode=text(attributes, c.LOGPROBS_MODE),
+        is_constrained=bool(attributes.get(c.CONSTRAINED)),
+        faults=(*decoder.faults, *lost_content),
+        notes=tuple(decoder.notes),
+        token_losses=tuple(lost_tokens),
+    )
+
+
+def is_spangrad(span: Span) -> bool:
+    """Whether spangrad's own tracer or gateway wrote the span."""
+    return span.scope in (c.SCOPE_TRACER, c.SCOPE_GATEWAY)
+
+
+class _Decoder:
+    """Decodes attributes of one span and remembers what went wrong."""
+
+    def __init__(self, span: Span) -> None:
+        self._attributes = span.attributes
+        self.faults: list[str] = []
+        self.notes: list[str] = []
+
+    def json(self, name: str) -> Any:
+        """The attribute, parsed if it is a JSON string; None if absent or broken."""
+        value = self._attributes.get(name)
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError) as error:
+            self.faults.append(f"invalid JSON: {name} can't be parsed ({error})")
+            return None
+
+    def convert(self, name: str, conversion: Callable[[Any], T]) -> T | None:
+        """The attribute, parsed and converted; a shape that can't be read is a fault."""
+        value = self.json(name)
+        if value is None:
+            return None
+        try:
+            return conversion(value)
+        except DialectError as error:
+            self.faults.append(f"unreadable: {name}: {error}")
+            return None
+
+    def unpack(self, name: str, unpacking: Callable[[bytes], list[T]]) -> list[T] | None:
+        """The packed attribute as a list."""
+        value = self._attributes.get(name)
+        if value is None:
+            return None
+        try:
+            return unpacking(value)
+        except (ValueError, TypeError) as error:
+            self.faults.append(f"unreadable: {name}: {error}")
+            return None
+
+
+def _messages(attributes: Mapping[str, Any], decoder: _Decoder) -> list[dict[str, Any]]:
+    system: list[dict[str, Any]] = []
+    if SYSTEM_INSTRUCTIONS in attributes:
+        instructions = attributes[SYSTEM_INSTRUCTIONS]
+        if isinstance(instructions, str) and not instructions.lstrip().startswith("["):
+            system = system_messages(instructions, decoder.notes)
+        else:
+            convert = decoder.convert(SYSTEM_INSTRUCTIONS, lambda v: system_messages(v, decoder.notes))
+            system = convert or []
+    return system + (decoder.convert(c.INPUT_MESSAGES, lambda v: chat_messages(v, decoder.notes)) or [])
+
+
+def _choices(attributes: Mapping[str, Any], decoder: _Decoder) -> list[Choice]:
+    outputs = decoder.json(c.OUTPUT_MESSAGES)
+    messages = (
+        decoder.convert(c.OUTPUT_MESSAGES, lambda v: chat_messages(v, decoder.notes)) if outputs else []
+    )
+    if not isinstance(outputs, list) or messages is None or len(messages) != len(outputs):
+        outputs = [{} for _ in messages or ()]
+    reasons = _finish_reasons(attributes)
+    count = max(len(messages or ()), len(reasons) if not messages else 0, _packed_choices(attributes))
+    choices = []
+    for index in range(count):
+        known = index < len(messages or ())
+        message = messages[index] if messages and known else {"role": "assistant", "content": None}
+        finish = reasons[index] if index < len(reasons) else None
+        if not finish and known and isinstance(outputs[index].get("finish_reason"), str):
+            finish = outputs[index]["finish_reason"]
+        choices.append(
+            Choice(
+                message=message,
+                finish_reason=FINISH_REASONS.get(finish, finish) if finish is not None else None,
+                sampled_token_ids=decoder.unpack(c.choice_key(c.SAMPLED_TOKEN_IDS, index), c.unpack_ints),
+                logprobs=decoder.unpack(c.choice_key(c.SAMPLED_LOGPROBS, index), c.unpack_floats),
+                policy_versions=decoder.unpack(c.choice_key(c.POLICY_VERSIONS, index), c.unpack_ints),
+            )
+        )
+    return choices
+
+
+def _finish_reasons(attributes: Mapping[str, Any]) -> list[str | None]:
+    reasons = attributes.get(c.RESPONSE_FINISH_REASONS)
+    if isinstance(reasons, str):
+        return [reasons]
+    if not isinstance(reasons, Sequence):
+        return []
+    return [reason if isinstance(reason, str) else None for reason in reasons]
+
+
+def _packed_choices(attributes: Mapping[str, Any]) -> int:
+    count = 0
+    while c.choice_key(c.SAMPLED_TOKEN_IDS, count) in attributes:
+        count += 1
+    return count
+
+
+def _sampling(attributes: Mapping[str, Any], decoder: _Decoder) -> dict[str, Any]:
+    extra = decoder.json(c.REQUEST_EXTRA)
+    sampling = dict(extra) if isinstance(extra, Mapping) else {}
+    sampling.update({key: attributes[name] for key, name in SAMPLING.items() if name in attributes})
+    return sampling
+
+
+def _purpose(attributes: Mapping[str, Any]) -> Purpose | None:
+    value = text(attributes, c.PURPOSE)
+    if value is None:
+        return None
+    return Purpose(value) if value in set(Purpose) else Purpose.OTHER
+
+
+def _policy(attributes: Mapping[str, Any]) -> bool | None:
+    value = attributes.get(c.POLICY)
+    return None if value is None else value == "trained"
+
+
+def _usage(attributes: Mapping[str, Any]) -> dict[str, int]:
+    names = {"input_tokens": c.INPUT_TOKENS, "output_tokens": c.OUTPUT_TOKENS}
+    counts = {key: whole_number(attributes, name) for key, name in names.items()}
+    return {key: count for key, count in counts.items() if count is not None}
+
+
+def _error(span: Span) -> str | None:
+    kind = span.attributes.get(c.ERROR_TYPE)
+    if kind is None and span.status_code != 2:
+        return None
+    return ": ".join(str(text) for text in (kind, span.status_message) if text) or "error"
+
+
+def _losses(span: Span, decoder: _Decoder) -> tuple[list[str], list[str]]:
+    """(losses that spoil the content, losses of token data that only explain the grade)."""
+    content: list[str] = []
+    tokens: list[str] = []
+    if span.dropped_attributes > 0:
+        content.append(f"attributes were dropped: {span.dropped_attributes} of them, by a limit of the SDK")
+    dropped = decoder.json(c.DROPPED)
+    if isinstance(dropped, Mapping):
+        for name, reason in dropped.items():
+            kind = tokens if name.removeprefix("spangrad.").startswith(TOKEN_DATA) else content
+            kind.append(f"{name} was dropped: {reason}")
+    elif dropped:
+        content.append(f"content was dropped: {dropped}")
+    return content, tokens

@@ -1,0 +1,145 @@
+"""OTLP files -> export requests, one after the other.
+
+Reads what the OpenTelemetry Collector's file exporter writes: JSON lines (one export
+request a line), length-delimited protobuf (4 bytes big-endian before each message),
+either of them compressed message by message with zstd; and a file that is a single
+request, protobuf or JSON. It knows framing; it does not know dialects or tables.
+
+Invariants:
+* one message at a time is in memory;
+* a message that can't be parsed is a `Broken` with its line (JSON) or number
+  (protobuf); what follows it is still read.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import pyarrow as pa  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from spangrad.errors import DialectError, StoreError
+from spangrad.store.otlp import json_to_protobuf
+
+ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+TRACE_ID_BYTES: Final = 16
+SPAN_ID_BYTES: Final = 8
+OTHER_SIGNALS: Final = {"resourceLogs": "logs", "resourceMetrics": "metrics", "resourceProfiles": "profiles"}
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A message that could not be read."""
+
+    path: str
+    line: int
+    """Line of a JSON file, number of the message in a protobuf file; from 1."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A message of another signal."""
+
+    signal: str
+
+
+Message = ExportTraceServiceRequest | Broken | Skipped
+
+
+def messages(path: Path) -> Iterator[tuple[Message, int]]:
+    """Every message of a file, each with the position in bytes behind it.
+
+    Raises:
+        DialectError: The file can't be opened.
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise DialectError(
+            f"can't read {str(path)!r}: {error.strerror}; expected a file of OTLP traces"
+        ) from error
+    with file:
+        head = file.read(64)
+        file.seek(0)
+        if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"") and not head.startswith(b"\x00"):
+            yield from _json_lines(path, file)
+        elif 0 < int.from_bytes(head[:4], "big") <= path.stat().st_size - 4:
+            yield from _length_delimited(path, file)
+        else:
+            yield _parse(path, 1, file.read()), file.tell()
+
+
+def _json_lines(path: Path, file: BinaryIO) -> Iterator[tuple[Message, int]]:
+    for number, line in enumerate(file, start=1):
+        line = line.removeprefix(b"\xef\xbb\xbf").strip()
+        if number == 1 and line == b"{":
+            yield _parse_json(path, number, line + file.read()), file.tell()
+        elif line:
+            yield _parse_json(path, number, line), file.tell()
+
+
+def _length_delimited(path: Path, file: BinaryIO) -> Iterator[tuple[Message, int]]:
+    number = 0
+    while header := file.read(4):
+        number += 1
+        length = int.from_bytes(header, "big")
+        body = file.read(length)
+        if len(header) < 4 or len(body) < length:
+            yield (
+                Broken(str(path), number, f"cut short: {len(body)} of {length} bytes are there"),
+                file.tell(),
+            )
+            return
+        yield _parse(path, number, body), file.tell()
+
+
+def _parse(path: Path, number: int, body: bytes) -> Message:
+    if body.startswith(ZSTD_MAGIC):
+        try:
+            body = pa.CompressedInputStream(pa.BufferReader(body), "zstd").read()
+        except OSError as error:
+            return Broken(str(path), number, f"broken compression: {error}")
+    if body[:1] == b"{":
+        return _parse_json(path, number, body)
+    request = ExportTraceServiceRequest()
+    try:
+        request.ParseFromString(body)
+    except DecodeError as error:
+        return Broken(str(path), number, f"no OTLP request: {error}")
+    return _checked(path, number, request)
+
+
+def _parse_json(path: Path, number: int, line: bytes) -> Message:
+    if b'"resourceSpans"' not in line:
+        return _other_signal(path, number, line)
+    try:
+        body = json_to_protobuf(line)
+    except StoreError as error:
+        return Broken(str(path), number, str(error))
+    return _checked(path, number, ExportTraceServiceRequest.FromString(body))
+
+
+def _other_signal(path: Path, number: int, line: bytes) -> Message:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return Broken(str(path), number, f"invalid JSON: {error}")
+    names = content if isinstance(content, dict) else ()
+    signal = next((OTHER_SIGNALS[name] for name in names if name in OTHER_SIGNALS), None)
+    return Skipped(signal) if signal else Broken(str(path), number, "no OTLP request: no `resourceSpans`")
+
+
+def _checked(path: Path, number: int, request: ExportTraceServiceRequest) -> Message:
+    for resource in request.resource_spans:
+        for scope in resource.scope_spans:
+            for span in scope.spans:
+                if len(span.trace_id) != TRACE_ID_BYTES or len(span.span_id) != SPAN_ID_BYTES:
+                    ids = f"{span.trace_id.hex()!r} and {span.span_id.hex()!r}"
+                    return Broken(
+                        str(path), number, f"bad ids: trace and span id are {ids}; expected 16 and 8 bytes"
+                    )
+    return request

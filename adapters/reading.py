@@ -1,0 +1,59 @@
+"""Reading: what one span says about one model call, in no dialect.
+
+Every dialect makes readings; merging and grading know only them. This module holds
+that value and how a span's attributes are looked up without trusting their types.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spangrad.adapters.model_call import Choice, Purpose
+from spangrad.store.records import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One span's account of a model call. `None` and empty mean that the span does not say."""
+
+    span: Span
+    dialect: str
+    is_gateway: bool = False
+    """The account comes from the gateway: the exact request, the engine's ids."""
+    model: str | None = None
+    response_id: str | None = None
+    messages: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    choices: Sequence[Choice] = ()
+    prompt_token_ids: Sequence[int] | None = None
+    agent_name: str | None = None
+    step_name: str | None = None
+    rollout_id: str | None = None
+    attempt: int | None = None
+    purpose: Purpose | None = None
+    is_trained_policy: bool | None = None
+    error: str | None = None
+    usage: Mapping[str, int] = field(default_factory=dict)
+    is_streamed: bool = False
+    is_stream_complete: bool | None = None
+    logprobs_mode: str | None = None
+    is_constrained: bool = False
+    faults: Sequence[str] = ()
+    """Why the content can't be trusted at all."""
+    notes: Sequence[str] = ()
+    """Why the text is not byte for byte what the model saw or wrote."""
+    token_losses: Sequence[str] = ()
+    """Why ids, logprobs or versions are not on the span, as its recorder tells."""
+
+
+def text(attributes: Mapping[str, Any], name: str) -> str | None:
+    """A non-empty string attribute; None if it is absent or of another type."""
+    value = attributes.get(name)
+    return value if isinstance(value, str) and value else None
+
+
+def whole_number(attributes: Mapping[str, Any], name: str) -> int | None:
+    """An integer attribute; None if it is absent or of another type."""
+    value = attributes.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,0 +1,114 @@
+"""What a batch can teach: numbers that explain a run that does not learn.
+
+Shape letters: N rollouts with a reward, S their steps.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from spangrad.credit.gigpo import NO_ANCHOR
+from spangrad.credit.groups import Floats, Ints, pool_statistics
+
+
+@dataclass(frozen=True, slots=True)
+class CreditDiagnostics:
+    """Counts and shares of one batch. Rewards are counted per rollout, then per group."""
+
+    rollouts: int
+    missing_reward: int
+    """Rollouts left out because nobody scored them."""
+    groups: int
+    """Groups with at least one scored rollout."""
+    informative_groups: int
+    """Groups whose returns differ."""
+    singleton_groups: int
+    """Groups with one scored rollout: nothing to compare it with."""
+    expected_informative_share: float | None
+    """Mean of 1 - p^G - (1-p)^G over the groups, p the share of rollouts with the higher return. A measured
+    share far below it: tasks are either always or never solved. None unless returns take at most two
+    values."""
+    anchor_coverage: float | None
+    """Share of steps whose anchor pool has at least 2 members. None without steps."""
+    reward_mean: float | None
+    """Mean over groups of the mean return."""
+    reward_std: float | None
+    """Standard deviation of returns over all rollouts, population."""
+    reward_std_in_groups: float | None
+    """Mean over groups of the standard deviation inside, population."""
+    advantage_abs_mean: float | None
+    """Mean |A| over steps."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """The numbers by name; what is not known is not in it."""
+        share = self.informative_groups / self.groups if self.groups else None
+        named = {
+            "rollouts/all": self.rollouts,
+            "rollouts/missing_reward": self.missing_reward,
+            "groups/all": self.groups,
+            "groups/informative": self.informative_groups,
+            "groups/singleton": self.singleton_groups,
+            "groups/informative_share": share,
+            "groups/informative_share_expected": self.expected_informative_share,
+            "anchors/coverage": self.anchor_coverage,
+            "reward/mean": self.reward_mean,
+            "reward/std": self.reward_std,
+            "reward/std_in_groups": self.reward_std_in_groups,
+            "advantage/abs_mean": self.advantage_abs_mean,
+        }
+        return {name: float(value) for name, value in named.items() if value is not None}
+
+
+def diagnose(
+    *,
+    returns_N: Floats,
+    group_ids_N: Ints,
+    group_ids_S: Ints,
+    anchor_ids_S: Ints,
+    advantages_S: Floats,
+    rollouts: int,
+) -> CreditDiagnostics:
+    """Describe a batch.
+
+    Args:
+        returns_N: Return of each scored rollout.
+        group_ids_N: Its group.
+        group_ids_S: Group of each step of a scored rollout.
+        anchor_ids_S: State of each step.
+        advantages_S: What each step got.
+        rollouts: Rollouts in the batch, scored or not.
+    """
+    _, first = np.unique(group_ids_N, return_index=True)
+    pools = pool_statistics(returns_N, group_ids_N, ddof=0)
+    sizes, means, stds = pools.count_X[first], pools.mean_X[first], pools.std_X[first]
+    return CreditDiagnostics(
+        rollouts=rollouts,
+        missing_reward=rollouts - len(returns_N),
+        groups=len(first),
+        informative_groups=int((stds > 0).sum()),
+        singleton_groups=int((sizes == 1).sum()),
+        expected_informative_share=_expected_informative(returns_N, sizes),
+        anchor_coverage=_coverage(group_ids_S, anchor_ids_S),
+        reward_mean=float(means.mean()) if len(first) else None,
+        reward_std=float(returns_N.std()) if len(first) else None,
+        reward_std_in_groups=float(stds.mean()) if len(first) else None,
+        advantage_abs_mean=float(np.abs(advantages_S).mean()) if len(advantages_S) else None,
+    )
+
+
+def _expected_informative(returns_N: Floats, sizes: Ints) -> float | None:
+    values = np.unique(returns_N)
+    if not 1 <= len(values) <= 2:
+        return None
+    p = float((returns_N == values[1]).mean()) if len(values) == 2 else 0.0
+    return float((1.0 - p**sizes - (1.0 - p) ** sizes).mean())
+
+
+def _coverage(group_ids_S: Ints, anchor_ids_S: Ints) -> float | None:
+    if not len(anchor_ids_S):
+        return None
+    pairs = np.stack([group_ids_S, anchor_ids_S], axis=1)
+    _, pool_S, sizes = np.unique(pairs, axis=0, return_inverse=True, return_counts=True)
+    is_covered_S = (sizes[pool_S.reshape(-1)] >= 2) & (anchor_ids_S != NO_ANCHOR)
+    return float(is_covered_S.mean())

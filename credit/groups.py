@@ -1,0 +1,79 @@
+"""Means, standard deviations and counts of numbers that share a label.
+
+Shape letters: X numbers, each with a label.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spangrad.errors import CreditError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolStatistics:
+    """Statistics of each number's own pool, all of shape (X,)."""
+
+    mean_X: Floats
+    std_X: Floats
+    """0 in a pool with at most `ddof` members."""
+    count_X: Ints
+
+
+def pool_statistics(values_X: Floats, labels_X: Ints, *, ddof: int) -> PoolStatistics:
+    """Mean, standard deviation and size of the pool that each number belongs to.
+
+        mean = sum(x) / n,   std = sqrt(sum((x - mean)^2) / (n - ddof))
+
+    Args:
+        values_X: Finite numbers.
+        labels_X: Equal label = same pool.
+        ddof: 0: population, 1: sample standard deviation.
+
+    Raises:
+        CreditError: Shapes differ, or a number is not finite.
+
+    Where all numbers of a pool are equal, the standard deviation is exactly 0 and the mean exactly
+    that number: no rounding makes a signal of nothing.
+    """
+    if values_X.shape != labels_X.shape or values_X.ndim != 1:
+        raise CreditError(
+            f"values have shape {values_X.shape}, labels {labels_X.shape}; both must be the same line"
+        )
+    if not np.isfinite(values_X).all():
+        where = int(np.flatnonzero(~np.isfinite(values_X))[0])
+        raise CreditError(f"value {where} is {float(values_X[where])!r}; expected a finite number")
+    _, first, pool_X = np.unique(labels_X, return_index=True, return_inverse=True)
+    counts = np.bincount(pool_X, minlength=len(first))
+    # Around the pool's first member, so that equal numbers give exact zeros.
+    offset_X = values_X - values_X[first][pool_X]
+    mean_offset = np.bincount(pool_X, weights=offset_X, minlength=len(first)) / np.maximum(counts, 1)
+    squares_X = (offset_X - mean_offset[pool_X]) ** 2
+    free = counts - ddof
+    sums = np.bincount(pool_X, weights=squares_X, minlength=len(first))
+    std = np.sqrt(np.divide(sums, free, out=np.zeros(len(first)), where=free > 0))
+    mean = values_X[first] + mean_offset
+    return PoolStatistics(mean[pool_X], std[pool_X], counts[pool_X])
+
+
+def centred(
+    values_X: Floats, labels_X: Ints, *, scale_by_std: bool, ddof: int, eps: float
+) -> tuple[Floats, PoolStatistics]:
+    """(x - mean of x's pool) [/ (std of the pool + eps)]; 0 in a pool whose numbers are all equal."""
+    pools = pool_statistics(values_X, labels_X, ddof=ddof)
+    differences_X = np.where(pools.std_X > 0, values_X - pools.mean_X, 0.0)
+    if not scale_by_std:
+        # A sample standard deviation is 0 for a lone number only; differences are 0 there anyway.
+        return differences_X, pools
+    scale_X = pools.std_X + eps
+    return np.divide(differences_X, scale_X, out=np.zeros_like(differences_X), where=pools.std_X > 0), pools
+
+
+def labels(names: list[str]) -> Ints:
+    """Names -> integers, equal for equal names."""
+    known: dict[str, int] = {}
+    return np.array([known.setdefault(name, len(known)) for name in names], dtype=np.int64)

@@ -1,0 +1,204 @@
+"""Stored rollouts -> credited rows: the one place where store, adapters and credit meet.
+
+Invariants:
+* only the current attempt of a rollout that succeeded is trained: no half rollout is;
+* a reward counts only from an author that the caller allows, and for this attempt;
+* whatever is not trained is in `refused`, with its reason.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from spangrad.adapters.call_tree import build_tree
+from spangrad.adapters.calls import calls_of
+from spangrad.adapters.model_call import Grade, ModelCall
+from spangrad.credit.assign import CreditConfig, assign
+from spangrad.credit.rewards import DEFAULT_AUTHORS, RolloutRewards, rewards_of
+from spangrad.credit.transition import Transition
+from spangrad.credit.transitions import (
+    Aggregation,
+    Refused,
+    require_grade,
+    trajectory_of,
+    transitions,
+    untrained_because,
+    weigh,
+)
+from spangrad.credit.types import Trajectory
+from spangrad.store.base import Store
+from spangrad.store.records import Rollout, RolloutStatus, UpdateSample
+
+Render = Callable[[ModelCall], ModelCall]
+"""Fills in the token ids of a text-grade call; raises GradeError (a ValueError) where it can't."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreditedBatch:
+    """Everything an update needs to know about its data."""
+
+    rows: Sequence[Transition]
+    refused: Sequence[Refused]
+    diagnostics: Mapping[str, float]
+    """Names and meaning: `credit/README.md`."""
+    samples: Sequence[UpdateSample]
+    """One per trained call: the line from the update back to the span."""
+
+
+def credited_rows(
+    store: Store,
+    rollouts: Sequence[Rollout],
+    config: CreditConfig | None,
+    *,
+    min_grade: Grade | str = "exact",
+    authors: Sequence[str] = DEFAULT_AUTHORS,
+    reward_weights: Mapping[str, float] | None = None,
+    aggregation: Aggregation = "rollout-token-mean",
+    constant: float | None = None,
+    policy_version: int | None = None,
+    render: Render | None = None,
+) -> CreditedBatch:
+    """Read the calls and rewards of rollouts and turn them into weighted, credited rows.
+
+    Args:
+        store: Where they are.
+        rollouts: The batch; groups are formed by their `group_id`.
+        config: Estimators. None: no rewards are needed and every call gets advantage 1 (cloning).
+        min_grade: Calls with a worse grade are refused; they stay context.
+        authors: Whose rewards count.
+        reward_weights: Name -> weight of the rewards that are summed; by default the one called `reward`.
+        aggregation: As in `weigh`.
+        constant: As in `weigh`.
+        policy_version: Current version, for the staleness of samples.
+        render: For `min_grade` text: gives text-grade calls their ids.
+
+    Raises:
+        CreditError: Rewards contradict each other. GradeError: `min_grade` is no grade.
+    """
+    refused: list[Refused] = []
+    ended = _ended(rollouts, refused)
+    ids = [rollout.rollout_id for rollout in ended]
+    by_rollout: dict[str, list[ModelCall]] = {rollout_id: [] for rollout_id in ids}
+    for call in calls_of(store, ids) if ids else ():
+        if call.rollout_id in by_rollout:
+            by_rollout[call.rollout_id].append(call)
+    given = store.rewards(ids) if ids and config is not None else []
+    trajectories: list[Trajectory] = []
+    for rollout in ended:
+        calls = by_rollout[rollout.rollout_id]
+        rewards = rewards_of(rollout, given, calls, authors=authors, weights=reward_weights)
+        trajectories.append(_trajectory(rollout, calls, rewards))
+    advantages, diagnostics = _credit(trajectories, config)
+    rows: list[Transition] = []
+    for rollout, trajectory in zip(ended, trajectories, strict=True):
+        calls = by_rollout[rollout.rollout_id]
+        if not calls:
+            reason = f"no model call was recorded for attempt {rollout.attempt}"
+            refused.append(Refused(rollout.rollout_id, None, reason))
+            continue
+        assigned = {step.call_id: advantages[rollout.rollout_id, step.call_id] for step in trajectory.steps}
+        rows += _rows(rollout, calls, assigned, min_grade, render, refused)
+    rows = weigh(rows, aggregation, constant=constant) if rows else []
+    return CreditedBatch(rows, refused, diagnostics, samples_of(rows, policy_version))
+
+
+def samples_of(rows: Sequence[Transition], policy_version: int | None = None) -> list[UpdateSample]:
+    """What each call contributed: mean advantage, trained tokens, the oldest version that sampled it."""
+    parts: dict[tuple[str, int, str], list[tuple[float, int, int]]] = {}
+    for row in rows:
+        for segment in row.segments:
+            place = slice(segment.start, segment.stop)
+            summed = float(row.advantages[place].sum())
+            part = (summed, segment.stop - segment.start, int(row.policy_versions[place].min()))
+            parts.setdefault((row.rollout_id, row.attempt, segment.call_id), []).append(part)
+    samples = []
+    for (rollout_id, attempt, call_id), found in parts.items():
+        tokens = sum(count for _, count, _ in found)
+        oldest = min(version for _, _, version in found)
+        known = oldest >= 0
+        samples.append(
+            UpdateSample(
+                rollout_id=rollout_id,
+                call_id=call_id,
+                attempt=attempt,
+                advantage=sum(summed for summed, _, _ in found) / tokens,
+                trained_tokens=tokens,
+                policy_version=oldest if known else None,
+                staleness=policy_version - oldest if known and policy_version is not None else None,
+            )
+        )
+    return samples
+
+
+def _ended(rollouts: Sequence[Rollout], refused: list[Refused]) -> list[Rollout]:
+    ended = []
+    for rollout in rollouts:
+        if rollout.status is RolloutStatus.SUCCEEDED:
+            ended.append(rollout)
+        else:
+            because = f" ({rollout.error_type})" if rollout.error_type else ""
+            refused.append(
+                Refused(rollout.rollout_id, None, f"rollout did not succeed: {rollout.status}{because}")
+            )
+    return ended
+
+
+def _trajectory(rollout: Rollout, calls: Sequence[ModelCall], rewards: RolloutRewards) -> Trajectory:
+    return trajectory_of(
+        calls,
+        rewards.outcome,
+        rollout_id=rollout.rollout_id,
+        group_id=rollout.group_id,
+        step_rewards=rewards.steps,
+    )
+
+
+def _credit(
+    trajectories: Sequence[Trajectory], config: CreditConfig | None
+) -> tuple[Mapping[tuple[str, str], float | None], Mapping[str, float]]:
+    if config is not None:
+        result = assign(trajectories, config)
+        return result.advantages, result.diagnostics.metrics()
+    ones: dict[tuple[str, str], float | None] = {
+        (trajectory.rollout_id, step.call_id): 1.0 for trajectory in trajectories for step in trajectory.steps
+    }
+    return ones, {"rollouts/all": float(len(trajectories))}
+
+
+def _rows(
+    rollout: Rollout,
+    calls: Sequence[ModelCall],
+    assigned: Mapping[str, float | None],
+    min_grade: Grade | str,
+    render: Render | None,
+    refused: list[Refused],
+) -> list[Transition]:
+    """Rows of one rollout; every call that none of them trains is refused."""
+    rendered = [_rendered(call, render, refused) for call in calls]
+    tree = build_tree([call for call in rendered if call is not None])
+    acting: list[ModelCall] = []
+    for call in {node.call.call_id: node.call for node in tree.nodes}.values():
+        if (reason := untrained_because(call)) is not None:
+            refused.append(Refused(rollout.rollout_id, call.call_id, reason))
+        else:
+            acting.append(call)
+    kept, too_bad = require_grade(acting, min_grade)
+    refused += too_bad
+    for call in tree.left_out:
+        _, too_bad = require_grade([call], min_grade)
+        refused += too_bad or [
+            Refused(rollout.rollout_id, call.call_id, "no token ids, and nothing renders them")
+        ]
+    trained = {call.call_id: assigned.get(call.call_id) for call in kept}
+    missing = [call_id for call_id, advantage in trained.items() if advantage is None]
+    refused += [Refused(rollout.rollout_id, call_id, "reward is missing") for call_id in missing]
+    return transitions(tree, trained, group_id=rollout.group_id)
+
+
+def _rendered(call: ModelCall, render: Render | None, refused: list[Refused]) -> ModelCall | None:
+    if render is None or call.grade is not Grade.TEXT or untrained_because(call) is not None:
+        return call
+    try:
+        return render(call)
+    except ValueError as error:
+        refused.append(Refused(call.rollout_id, call.call_id, f"can't be rendered: {error}"))
+        return None

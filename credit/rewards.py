@@ -1,0 +1,77 @@
+"""Which of the stored rewards count for a rollout, and how they add up.
+
+Rules, in this order:
+* only rewards of an allowed author, for this attempt (or for none in particular);
+* of one author and name, the last one given wins;
+* of several authors of one name, the operator's beats the evaluator's beats the agent's;
+* the outcome is the sum of weight * value over the wanted names; if one of them is
+  missing, the outcome is missing. It is never 0.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from spangrad.adapters.model_call import ModelCall
+from spangrad.store.records import Reward, RewardAuthor, Rollout
+
+DEFAULT_AUTHORS: Final = (str(RewardAuthor.EVALUATOR), str(RewardAuthor.OPERATOR))
+DEFAULT_WEIGHTS: Final[Mapping[str, float]] = {"reward": 1.0}
+PRECEDENCE: Final = (RewardAuthor.AGENT, RewardAuthor.EVALUATOR, RewardAuthor.OPERATOR)
+"""Weakest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRewards:
+    """What a rollout got."""
+
+    outcome: float | None
+    """None: a wanted reward is missing."""
+    steps: Mapping[str, float]
+    """call_id -> reward of that call."""
+
+
+def rewards_of(
+    rollout: Rollout,
+    given: Sequence[Reward],
+    calls: Sequence[ModelCall],
+    *,
+    authors: Sequence[str] = DEFAULT_AUTHORS,
+    weights: Mapping[str, float] | None = None,
+) -> RolloutRewards:
+    """Add up the rewards of one rollout.
+
+    Args:
+        rollout: The rollout; its `attempt` is the one that counts.
+        given: Stored rewards, of other rollouts too, in order of time.
+        calls: The rollout's calls; a reward may name a call by its id or by any of its spans.
+        authors: Whose rewards count.
+        weights: Name -> weight; by default `reward` alone, with weight 1.
+    """
+    wanted = DEFAULT_WEIGHTS if weights is None else weights
+    call_ids = {span_id: call.call_id for call in calls for span_id in call.span_ids}
+    call_ids |= {f"{call.trace_id}-{span_id}": call.call_id for call in calls for span_id in call.span_ids}
+    latest: dict[tuple[str | None, str, RewardAuthor], float] = {}
+    for reward in given:
+        is_current = reward.rollout_id == rollout.rollout_id and reward.attempt in (None, rollout.attempt)
+        if (
+            not is_current
+            or reward.author not in authors
+            or reward.author is None
+            or reward.name not in wanted
+        ):
+            continue
+        call_id = None if reward.call_id is None else call_ids.get(reward.call_id, reward.call_id)
+        latest[call_id, reward.name, reward.author] = reward.value
+    best: dict[tuple[str | None, str], float] = {}
+    for (call_id, name, _), value in sorted(latest.items(), key=lambda item: PRECEDENCE.index(item[0][2])):
+        best[call_id, name] = value
+    outcome = [best.get((None, name)) for name in wanted]
+    known = [
+        weight * value for weight, value in zip(wanted.values(), outcome, strict=True) if value is not None
+    ]
+    steps: dict[str, float] = {}
+    for (call_id, name), value in best.items():
+        if call_id is not None:
+            steps[call_id] = steps.get(call_id, 0.0) + wanted[name] * value
+    return RolloutRewards(sum(known) if len(known) == len(wanted) and known else None, steps)

@@ -1,0 +1,39 @@
+"""What an estimator sees of the world: numbers, groups and anchors. No tokens, no text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call of the trained policy and what followed it, up to the next call."""
+
+    call_id: str
+    step_index: int
+    anchor: str | None = None
+    """Hash of the state that the policy saw; equal anchors in a group are the same state. None: not known."""
+    reward: float | None = None
+    """Given for this step alone, on top of the rollout's; None: nothing was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """The steps of one rollout, in order."""
+
+    rollout_id: str
+    group_id: str | None
+    """Rollouts of one group are compared with each other; None: a group of its own."""
+    reward: float | None
+    """Of the outcome, given when the last step is over. None: nobody gave one, which is not 0."""
+    steps: Sequence[Step]
+
+    @property
+    def total_reward(self) -> float | None:
+        """Outcome and step rewards together.
+
+        None where the reward is missing: no outcome was scored, and not every step was either.
+        """
+        given = [step.reward for step in self.steps if step.reward is not None]
+        if self.reward is not None:
+            return self.reward + sum(given)
+        return sum(given) if given and len(given) == len(self.steps) else None

@@ -1,0 +1,184 @@
+"""Every row of the grade table."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spangrad.adapters.calls import calls_from_spans
+from spangrad.adapters.model_call import Grade, ModelCall
+from spangrad.tracer import conventions as c
+from tests.adapters.building import REPLY, span, text_attributes, token_attributes
+
+
+def graded(attributes: dict[str, Any], **fields: Any) -> ModelCall:
+    (call,) = calls_from_spans([span(attributes=attributes, **fields)])
+    return call
+
+
+def test_ids_logprobs_and_version_make_a_call_exact():
+    call = graded(text_attributes(**token_attributes()))
+    assert (call.grade, call.grade_reasons) == (Grade.EXACT, ())
+    assert call.prompt_token_ids == [1, 2, 3]
+    assert call.choices[0].sampled_token_ids == [4, 5]
+    assert call.choices[0].logprobs == [-0.5, -0.5]
+    assert call.choices[0].policy_versions == [7, 7]
+
+
+def test_a_reply_cut_by_its_token_limit_was_sampled_exactly():
+    call = graded(text_attributes(**token_attributes(), **{c.RESPONSE_FINISH_REASONS: ["length"]}))
+    assert (call.grade, call.choices[0].finish_reason) == (Grade.EXACT, "length")
+
+
+def test_text_alone_is_graded_text():
+    call = graded(text_attributes())
+    assert (call.grade, call.grade_reasons) == (Grade.TEXT, ("no token ids",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({c.CONSTRAINED: True}, "sampled under constraint"),
+        ({c.POLICY_VERSIONS: c.pack_ints([-1, -1])}, "policy version unknown"),
+        ({c.POLICY_VERSIONS: c.pack_ints([7])}, "1 for 2 sampled ids"),
+        ({c.SAMPLED_LOGPROBS: c.pack_floats([-1.0] * 3)}, "3 for 2 sampled ids"),
+        ({c.SAMPLED_LOGPROBS: c.pack_floats([-1.0, -9999.0])}, "-9999.0 at token 1"),
+        ({c.SAMPLED_LOGPROBS: c.pack_floats([-1.0, math.nan])}, "not finite"),
+        ({c.SAMPLED_LOGPROBS: c.pack_floats([-1.0, 0.5])}, "positive"),
+        ({c.LOGPROBS_MODE: "raw", c.REQUEST_TEMPERATURE: 0.7}, "they are raw, with temperature 0.7"),
+        ({c.LOGPROBS_MODE: "raw", c.REQUEST_TOP_P: 0.9}, "top_p 0.9"),
+        ({c.REQUEST_TEMPERATURE: 0.0}, "greedily"),
+    ],
+)
+def test_doubtful_logprobs_make_a_call_ids(changes, reason):
+    call = graded(text_attributes(**{**token_attributes(), **changes}))
+    assert call.grade is Grade.IDS
+    assert any(reason in given for given in call.grade_reasons), call.grade_reasons
+
+
+def test_raw_logprobs_are_exact_at_temperature_1():
+    assert graded(text_attributes(**{**token_attributes(), c.LOGPROBS_MODE: "raw"})).grade is Grade.EXACT
+
+
+def test_an_unknown_version_is_no_version():
+    call = graded(text_attributes(**token_attributes(version=None)))
+    assert (call.grade, call.grade_reasons) == (Grade.IDS, ("policy version unknown: choice 0",))
+
+
+def test_missing_logprobs_are_not_zero():
+    attributes = text_attributes(**token_attributes())
+    del attributes[c.SAMPLED_LOGPROBS]
+    call = graded(attributes)
+    assert (call.grade, call.choices[0].logprobs) == (Grade.IDS, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({c.STREAM_COMPLETE: False, c.REQUEST_STREAM: True}, "stream was left early"),
+        (
+            {c.REQUEST_STREAM: True, c.RESPONSE_FINISH_REASONS: [""], c.OUTPUT_MESSAGES: "[]"},
+            "stream was left early",
+        ),
+        ({c.RESPONSE_FINISH_REASONS: ["abort"]}, "ended with 'abort'"),
+        ({c.RESPONSE_FINISH_REASONS: ["content_filter"]}, "ended with 'content_filter'"),
+        ({c.ERROR_TYPE: "500"}, "error: 500"),
+        ({c.INPUT_MESSAGES: '[{"role": "us'}, "invalid JSON: gen_ai.input.messages"),
+        ({c.OUTPUT_MESSAGES: '[{"role": 1}]'}, "unreadable: gen_ai.output.messages"),
+        ({c.SAMPLED_TOKEN_IDS: b"123"}, "unreadable: spangrad.sampled_token_ids"),
+        ({c.SAMPLED_TOKEN_IDS: b"", c.SAMPLED_LOGPROBS: b""}, "no token was sampled"),
+        ({c.DROPPED: '{"response": "longer than 9 bytes"}'}, "response was dropped: longer than 9 bytes"),
+    ],
+)
+def test_a_partial_failed_or_lossy_call_is_unusable_even_with_ids(changes, reason):
+    call = graded(text_attributes(**{**token_attributes(), **changes}))
+    assert call.grade is Grade.UNUSABLE
+    assert any(reason in given for given in call.grade_reasons), call.grade_reasons
+
+
+def test_dropped_attributes_make_a_call_unusable():
+    call = graded(text_attributes(**token_attributes()), dropped_attributes=175)
+    assert call.grade is Grade.UNUSABLE
+    assert "175" in call.grade_reasons[0]
+
+
+def test_an_error_status_without_a_type_is_an_error():
+    call = graded(text_attributes(), status_code=2, status_message="boom")
+    assert (call.grade, call.error) == (Grade.UNUSABLE, "boom")
+
+
+def test_dropped_token_data_explains_the_grade_and_does_not_spoil_the_text():
+    reason = json.dumps({"sampled_token_ids": "41 token ids came, usage counts 42"})
+    call = graded(text_attributes(**{c.DROPPED: reason}))
+    assert call.grade is Grade.TEXT
+    assert "41 token ids came, usage counts 42" in call.grade_reasons[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({c.INPUT_MESSAGES: "[]"}, "no input messages were recorded"),
+        ({c.OUTPUT_MESSAGES: "[]"}, "no output was recorded: choice 0"),
+        (
+            {c.INPUT_MESSAGES: '[{"role":"user","parts":[{"type":"video","content":"x"}]}]'},
+            "a part has no chat form: 'video'",
+        ),
+    ],
+)
+def test_text_that_is_not_all_there_is_unusable(changes, reason):
+    call = graded(text_attributes(**changes))
+    assert call.grade is Grade.UNUSABLE
+    assert reason in call.grade_reasons
+
+
+def test_a_part_without_chat_form_does_no_harm_where_the_ids_are_known():
+    changes = {c.INPUT_MESSAGES: '[{"role":"user","parts":[{"type":"video","content":"x"}]}]'}
+    assert graded(text_attributes(**{**token_attributes(), **changes})).grade is Grade.EXACT
+
+
+def test_the_worst_choice_decides():
+    two = [*REPLY, *REPLY]
+    attributes = text_attributes(**(token_attributes() | token_attributes(choice=1, sampled=(9,))))
+    attributes |= {c.OUTPUT_MESSAGES: json.dumps(two), c.RESPONSE_FINISH_REASONS: ["stop", "stop"]}
+    call = graded(attributes)
+    assert call.grade is Grade.EXACT
+    assert [choice.sampled_token_ids for choice in call.choices] == [[4, 5], [9]]
+    del attributes["spangrad.sampled_token_ids.1"]
+    call = graded(attributes)
+    assert (call.grade, call.grade_reasons) == (Grade.TEXT, ("no sampled token ids: choice 1",))
+
+
+def test_a_broken_call_does_no_harm_to_its_neighbours():
+    broken = span("a", attributes=text_attributes(**{c.INPUT_MESSAGES: "{"}))
+    whole = span("b", start_ns=20, attributes=text_attributes(**{c.RESPONSE_ID: "r2"}))
+    assert [call.grade for call in calls_from_spans([broken, whole])] == [Grade.UNUSABLE, Grade.TEXT]
+
+
+names = st.sampled_from(
+    sorted(
+        str(value)
+        for key, value in vars(c).items()
+        if key.isupper() and isinstance(value, str) and not value.startswith("x-")
+    )
+)
+values = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-5, 5),
+    st.floats(),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+    st.lists(st.one_of(st.text(max_size=3), st.integers()), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+    st.sampled_from(["[]", "{}", "null", "7", '"x"', "[{}]", '[{"role":"user","parts":[{}]}]', "[[]]"]),
+)
+
+
+@given(st.dictionaries(names, values, max_size=8))
+def test_no_attribute_of_any_type_breaks_reading(changes):
+    attributes = text_attributes(**token_attributes()) | changes | {c.OPERATION_NAME: "chat"}
+    (call,) = calls_from_spans([span(attributes=attributes)])
+    assert call.grade_reasons or call.grade is Grade.EXACT

@@ -1,0 +1,177 @@
+"""Composition of estimators over trajectories, and what is said about the batch."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spangrad.credit.assign import CreditConfig, assign
+from spangrad.credit.types import Step, Trajectory
+from spangrad.errors import ConfigError, CreditError
+
+
+def trajectory(
+    name: str,
+    reward: float | None,
+    anchors: str = "ab",
+    group: str | None = "g",
+    rewards: list[float | None] | None = None,
+) -> Trajectory:
+    given_rewards: list[float | None] = rewards or [None] * len(anchors)
+    steps = [
+        Step(f"{name}-{t}", t, anchor=None if a == "-" else a, reward=r)
+        for t, (a, r) in enumerate(zip(anchors, given_rewards, strict=True))
+    ]
+    return Trajectory(name, group, reward, steps)
+
+
+def test_every_step_gets_the_advantage_of_its_rollout():
+    result = assign([trajectory("a", 1.0), trajectory("b", 0.0)], CreditConfig(scale_by_std=False))
+    assert result.of("a") == {"a-0": 0.5, "a-1": 0.5}
+    assert result.of("b") == {"b-0": -0.5, "b-1": -0.5}
+
+
+def test_a_missing_reward_is_not_zero():
+    batch = [trajectory("a", 1.0), trajectory("b", 0.0), trajectory("c", None)]
+    result = assign(batch, CreditConfig(scale_by_std=False))
+    # 0.5 and not 2/3: the unscored rollout is no part of the mean.
+    assert result.advantages["a", "a-0"] == 0.5
+    assert result.advantages["c", "c-0"] is None
+    assert result.of("c") == {}
+    assert result.diagnostics.missing_reward == 1
+    assert result.diagnostics.rollouts == 3
+
+
+def test_step_rewards_alone_are_a_reward_only_if_every_step_has_one():
+    assert trajectory("a", None, rewards=[0.0, 10.0]).total_reward == 10.0
+    assert trajectory("a", None, rewards=[None, 10.0]).total_reward is None
+    assert trajectory("a", 1.0, rewards=[None, 10.0]).total_reward == 11.0
+    assert Trajectory("a", "g", None, []).total_reward is None
+
+
+def test_the_golden_gigpo_example_comes_out_of_assign():
+    batch = [trajectory("a", None, "01", rewards=[0.0, 10.0]), trajectory("b", 0.0, "0112")]
+    result = assign(batch, CreditConfig(step="gigpo", ddof=1, eps=0.0))
+    assert result.advantages["a", "a-0"] == pytest.approx(0.707107 + 0.707107, abs=1e-6)
+    assert result.advantages["a", "a-1"] == pytest.approx(0.707107 + 1.154700, abs=1e-6)
+    assert result.advantages["b", "b-2"] == pytest.approx(-0.707107 - 0.577350, abs=1e-6)
+    assert result.advantages["b", "b-3"] == pytest.approx(-0.707107, abs=1e-6)
+
+
+def test_the_published_gigpo_example_comes_out_of_assign():
+    batch = [trajectory("a", 10.0, "01"), trajectory("b", 0.0, "0112")]
+    result = assign(batch, CreditConfig(step="gigpo_as_published"))
+    assert result.advantages["b", "b-3"] == pytest.approx(-0.645497, abs=1e-6)
+    assert result.advantages["a", "a-0"] == pytest.approx(1.290994 + 0.707107, abs=1e-5)
+
+
+def test_the_outcome_is_paid_at_the_last_step():
+    batch = [trajectory("a", 1.0, "xy"), trajectory("b", 0.0, "xz")]
+    config = CreditConfig(episode="none", step="gigpo", gamma=0.5, scale_by_std=False)
+    # At x: 0.5 * 1 against 0, mean 0.25. y and z are alone in their pools.
+    assert assign(batch, config).of("a") == {"a-0": 0.25, "a-1": 0.0}
+
+
+def test_group_statistics_are_over_rollouts_and_not_over_rows_or_steps():
+    # One success of 3 steps, one failure of 1: the mean is 1/2 whichever way the steps are counted.
+    batch = [trajectory("a", 1.0, "abc"), trajectory("b", 0.0, "a")]
+    result = assign(batch, CreditConfig(scale_by_std=False))
+    assert set(result.of("a").values()) == {0.5}
+    assert result.diagnostics.reward_mean == 0.5  # per row it would be 0.75
+
+
+def test_rollouts_without_a_group_are_not_compared():
+    batch = [trajectory("a", 1.0, group=None), trajectory("b", 0.0, group=None)]
+    result = assign(batch, CreditConfig())
+    assert set(result.of("a").values()) | set(result.of("b").values()) == {0.0}
+    assert result.diagnostics.singleton_groups == 2
+
+
+def test_diagnostics_count_what_says_nothing():
+    batch = [
+        trajectory("a", 1.0, "s-", group="mixed"),
+        trajectory("b", 0.0, "st", group="mixed"),
+        trajectory("c", 1.0, "s-", group="easy"),
+        trajectory("d", 1.0, "u-", group="easy"),
+        trajectory("e", 1.0, "s", group="alone"),
+    ]
+    found = assign(batch, CreditConfig()).diagnostics
+    assert (found.groups, found.informative_groups, found.singleton_groups) == (3, 1, 1)
+    assert found.anchor_coverage == 2 / 9  # the two s of `mixed`
+    assert found.reward_mean == pytest.approx((0.5 + 1 + 1) / 3)
+    assert found.reward_std_in_groups == pytest.approx(0.5 / 3)
+    # p = 4/5; G = 2, 2, 1: 1 - .64 - .04 = .32, .32, 0
+    assert found.expected_informative_share == pytest.approx(0.64 / 3)
+    assert found.metrics()["groups/informative"] == 1.0
+
+
+def test_an_empty_batch_has_no_means():
+    found = assign([], CreditConfig()).diagnostics
+    assert found.groups == 0
+    assert "reward/mean" not in found.metrics()
+
+
+def test_a_rollout_that_occurs_twice_is_an_error():
+    with pytest.raises(CreditError, match="'a' occurs twice"):
+        assign([trajectory("a", 1.0), trajectory("a", 0.0)], CreditConfig())
+
+
+def test_a_reward_that_is_not_finite_is_an_error_that_names_the_rollout():
+    with pytest.raises(CreditError, match="'a' has reward nan"):
+        assign([trajectory("a", float("nan"))], CreditConfig())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"episode": "none"},
+        {"gamma": 1.5},
+        {"ddof": 2},
+        {"eps": -1.0},
+        {"step_weight": -1.0},
+        {"episode": "rloo", "step": "gigpo_as_published"},
+    ],
+)
+def test_a_config_out_of_range_is_an_error(wrong):
+    with pytest.raises(ConfigError):
+        CreditConfig(**wrong)
+
+
+batches = st.lists(
+    st.tuples(
+        st.sampled_from([None, 0.0, 0.3, 1.0]), st.integers(0, 2), st.text("abc-", min_size=0, max_size=4)
+    ),
+    max_size=10,
+)
+configs = st.sampled_from(
+    [
+        CreditConfig(),
+        CreditConfig(episode="rloo"),
+        CreditConfig(step="gigpo"),
+        CreditConfig(episode="none", step="gigpo", scale_by_std=False),
+    ]
+)
+
+
+@given(batches, configs, st.integers(0, 99))
+def test_order_does_not_matter_and_unscored_rollouts_change_nothing(members, config, seed):
+    batch = [trajectory(f"r{i}", r, anchors, f"g{g}") for i, (r, g, anchors) in enumerate(members)]
+    result = assign(batch, config)
+    scored = [t for t in batch if t.total_reward is not None]
+    random.Random(seed).shuffle(scored)
+    again = assign(scored, config)
+    for key, advantage in again.advantages.items():
+        assert advantage == pytest.approx(result.advantages[key], abs=1e-9)
+    assert {key[0] for key, a in result.advantages.items() if a is None} <= {
+        t.rollout_id for t in batch if t.total_reward is None
+    }
+
+
+@given(batches)
+def test_episode_advantages_sum_to_zero_in_every_group(members):
+    batch = [trajectory(f"r{i}", r, "s", f"g{g}") for i, (r, g, _) in enumerate(members)]
+    result = assign(batch, CreditConfig())
+    for group in {t.group_id for t in batch}:
+        parts = [result.advantages[t.rollout_id, f"{t.rollout_id}-0"] for t in batch if t.group_id == group]
+        assert abs(sum(a for a in parts if a is not None)) < 1e-9
