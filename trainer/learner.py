@@ -1,0 +1,399 @@
+"""The learner: rows with advantages in, a changed policy and its numbers out.
+
+Knows: one model, one optimizer, losses, checkpoints. Does not know: Ray, engines, stores,
+rewards, or how advantages were made.
+
+Shape letters: B rows, T positions, M trained tokens of a batch.
+
+Invariants:
+* one `update` is `epochs_per_update * minibatches_per_update` optimizer steps; the gradient
+  of a step does not depend on how its rows are cut into microbatches;
+* a saved and loaded learner continues bit for bit (same device, same thread count);
+* a step with a gradient that is not finite is not taken.
+"""
+
+import copy
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spangrad.credit.transition import Transition
+from spangrad.errors import PolicyError
+from spangrad.trainer import losses
+from spangrad.trainer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from spangrad.trainer.learner_config import LearnerConfig, scheduled_lr
+from spangrad.trainer.model import (
+    TargetStats,
+    head_is_separable,
+    load_model,
+    load_weights,
+    save_model_folder,
+    save_weights,
+    target_stats,
+    usable_device,
+    vocabulary_size,
+    weight_tensors,
+)
+from spangrad.trainer.monitors import Totals
+from spangrad.trainer.optimizer import load_optimizer, make_optimizer, optimizer_tensors
+from spangrad.trainer.packing import (
+    Batch,
+    Selection,
+    bucketed_batches,
+    check_vocabulary,
+    data_metrics,
+    pack,
+    select_rows,
+    trimmed_length,
+)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Learner:
+    """Trains one policy. Not thread-safe; meant to be the only one in its process."""
+
+    def __init__(self, config: LearnerConfig) -> None:
+        """Load the policy.
+
+        Raises:
+            PolicyError: The model folder can't be loaded.
+            ConfigError: The device does not exist.
+        """
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self.config = config
+        self.device = usable_device(config.device)
+        torch.manual_seed(config.seed)
+        self.model = load_model(config.model_path, device=self.device)
+        needs_reference = config.objective == "ppo" or config.kl_coef > 0
+        self._reference = copy.deepcopy(self.model).requires_grad_(False) if needs_reference else None
+        self._separable_head = head_is_separable(self.model)
+        self._optimizer = make_optimizer(self.model, config)
+        self._vocabulary = vocabulary_size(self.model)
+        pad = self.model.config.pad_token_id
+        self._pad_token_id = pad if isinstance(pad, int) else 0
+        self.updates = 0
+        """Calls of `update` so far, over all resumes."""
+        self.optimizer_steps = 0
+        """Optimizer steps so far, those of `fit_bc` included."""
+
+    def update(self, rows: Sequence[Transition], *, policy_version: int | None = None) -> dict[str, float]:
+        """Train on rows once; `trainer/README.md` explains the returned metrics.
+
+        Args:
+            rows: Rows with advantages and loss weights.
+            policy_version: Version of the current weights. `gap/*` then covers only tokens
+                that this version sampled (NaN if none), and `data/staleness_*` is reported.
+
+        Raises:
+            EmptyBatchError: No row can train anything; nothing was changed.
+            GradeError: A row lacks what the objective needs; nothing was changed.
+            PolicyError: A gradient was not finite; that step was not taken. Earlier steps of
+                the same update were: load the last checkpoint to go on.
+        """
+        start = time.perf_counter()
+        config = self.config
+        selection = self._select(rows, objective=config.objective)
+        totals = Totals()
+        seconds = {"forward_backward": 0.0, "reference": 0.0, "optimizer": 0.0}
+        lr = config.lr * min(1.0, (self.updates + 1) / max(1, config.warmup_updates))
+        parts = min(config.minibatches_per_update, len(selection.rows))
+        is_first = True
+        for epoch in range(config.epochs_per_update):
+            rng = np.random.default_rng((config.seed, self.updates, epoch))
+            for indices in np.array_split(rng.permutation(len(selection.rows)), parts):
+                step_rows = [selection.rows[i] for i in indices]
+                self._accumulate(step_rows, parts, policy_version, is_first, totals, seconds)
+                began = time.perf_counter()
+                totals.add_mean("grad/norm", self._step(lr), 1)
+                seconds["optimizer"] += time.perf_counter() - began
+                is_first = False
+        self.updates += 1
+        metrics = totals.metrics() | data_metrics(selection, policy_version=policy_version)
+        # Losses were summed over microbatches: report what one pass over all rows adds up to.
+        metrics |= {k: v / config.epochs_per_update for k, v in metrics.items() if k.startswith("loss/")}
+        if config.objective == "ppo":
+            metrics = {"gap/mean": math.nan, "gap/max": math.nan} | metrics
+        metrics["optimizer/lr"] = lr
+        metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
+        metrics["time/update_s"] = time.perf_counter() - start
+        return metrics
+
+    def _select(self, rows: Sequence[Transition], *, objective: str) -> Selection:
+        config = self.config
+        needs_all = config.entropy_coef > 0 or config.kl_coef > 0
+        selection = select_rows(rows, objective=objective, needs_all_tokens=needs_all)
+        check_vocabulary(selection.rows, size=self._vocabulary, model=config.model_path)
+        return selection
+
+    def _accumulate(
+        self,
+        rows: Sequence[Transition],
+        parts: int,
+        policy_version: int | None,
+        is_first: bool,
+        totals: Totals,
+        seconds: dict[str, float],
+    ) -> None:
+        """Add the gradient of one optimizer step, microbatch by microbatch.
+
+        The first step's pass runs on the weights as they were before the update: the
+        engine-to-learner gap and the distance to the start are read off it for free.
+        """
+        config = self.config
+        # Rows are in random order: the first ones are a fair sample.
+        compared = len(rows) if config.kl_coef > 0 else config.kl_monitor_rows if is_first else 0
+        batches = itertools.chain(
+            ((batch, self._reference) for batch in self._pack(rows[:compared])),
+            ((batch, None) for batch in self._pack(rows[compared:])),
+        )
+        use_temperature = config.objective != "bc"
+        for batch, reference in batches:
+            reference_M = None
+            if reference is not None:
+                began = time.perf_counter()
+                with torch.no_grad():
+                    reference_M = self._stats(reference, batch, use_temperature=use_temperature).logprobs_M
+                seconds["reference"] += time.perf_counter() - began
+            began = time.perf_counter()
+            entropy = "grad" if config.entropy_coef > 0 else "value"
+            stats = self._stats(self.model, batch, use_temperature=use_temperature, entropy=entropy)
+            loss = self._loss(batch, stats, reference_M, totals)
+            # Every step stands for the whole batch: its share of the sum is scaled up.
+            torch.autograd.backward(loss * parts)
+            if is_first:
+                self._monitor(batch, stats, reference_M, policy_version, totals)
+            seconds["forward_backward"] += time.perf_counter() - began
+
+    def _loss(self, batch: Batch, stats: TargetStats, reference_M: Tensor | None, totals: Totals) -> Tensor:
+        config = self.config
+        mask_BT = batch.target_mask_BT
+        mask_M, weights_M = mask_BT[mask_BT], batch.weights_BT[mask_BT]
+        count = mask_M.numel()
+        parts: dict[str, Tensor] = {}
+        if config.objective == "bc":
+            parts["loss/bc"] = losses.bc_loss(stats.logprobs_M, mask_M, weights_M)
+        else:
+            parts["loss/policy"], monitors = losses.ppo_clip_loss(
+                stats.logprobs_M,
+                batch.behavior_logprobs_BT[mask_BT],
+                batch.advantages_BT[mask_BT],
+                mask_M,
+                weights_M,
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+                dual_clip=config.dual_clip,
+            )
+            totals.maximum("policy/ratio_max", monitors.pop("ratio_max"))
+            for name, value in monitors.items():
+                totals.add_mean(f"policy/{name}", value, count)
+        if config.entropy_coef > 0 and stats.entropy_M is not None:
+            parts["loss/entropy"] = losses.entropy_bonus(
+                stats.entropy_M, mask_M, weights_M, config.entropy_coef
+            )
+        if config.kl_coef > 0 and reference_M is not None:
+            parts["loss/kl"] = losses.kl_penalty(
+                stats.logprobs_M, reference_M, mask_M, weights_M, config.kl_coef
+            )
+        loss = torch.stack(list(parts.values())).sum()
+        for name, value in (parts | {"loss/total": loss}).items():
+            totals.add_sum(name, value.detach())
+        return loss
+
+    def _monitor(
+        self,
+        batch: Batch,
+        stats: TargetStats,
+        reference_M: Tensor | None,
+        policy_version: int | None,
+        totals: Totals,
+    ) -> None:
+        mask_BT = batch.target_mask_BT
+        policy_M = stats.logprobs_M.detach()
+        if stats.entropy_M is not None:
+            totals.add_mean("policy/entropy", stats.entropy_M.detach().mean(), policy_M.numel())
+        if reference_M is not None:
+            totals.add_mean(
+                "policy/kl_to_start", losses.kl_k3(policy_M, reference_M).mean(), policy_M.numel()
+            )
+        if self.config.objective != "ppo":
+            return
+        gap_M = (policy_M - batch.behavior_logprobs_BT[mask_BT]).abs()
+        if policy_version is not None:
+            gap_M = gap_M[batch.versions_BT[mask_BT] == policy_version]
+        totals.add_sum("gap/tokens", gap_M.numel())
+        if gap_M.numel():
+            totals.add_mean("gap/mean", gap_M.mean(), gap_M.numel())
+            totals.maximum("gap/max", gap_M.max())
+
+    def _step(self, lr: float) -> float:
+        """Clip, check and take one optimizer step; returns the gradient norm before the clip."""
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
+        if not math.isfinite(norm):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise PolicyError(
+                f"update {self.updates}: the gradient norm is {norm!r}; the step was not taken, lower "
+                f"learner.lr ({self.config.lr!r}) or look for advantages out of range"
+            )
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer_steps += 1
+        return norm
+
+    def _pack(self, rows: Sequence[Transition]) -> Iterator[Batch]:
+        for batch in pack(
+            rows,
+            max_tokens_per_batch=self.config.max_tokens_per_microbatch,
+            pad_token_id=self._pad_token_id,
+        ):
+            yield batch.to(self.device)
+
+    def _stats(
+        self, model: PreTrainedModel, batch: Batch, *, use_temperature: bool, entropy: str = "none"
+    ) -> TargetStats:
+        return target_stats(
+            model,
+            batch,
+            compute_dtype=_DTYPES[self.config.dtype],
+            separable_head=self._separable_head,
+            use_temperature=use_temperature,
+            entropy=entropy,
+        )
+
+    def fit_bc(
+        self,
+        rows: Sequence[Transition],
+        steps: int,
+        batch_rows: int,
+        *,
+        schedule: str = "cosine",
+        warmup_steps: int = 20,
+        progress: Callable[[int, Mapping[str, float]], None] | None = None,
+    ) -> dict[str, float]:
+        """Clone recorded rows for many optimizer steps: the warm-up before reinforcement.
+
+        Each step's loss is the mean token loss over its rows, weighted by their
+        `loss_weight`; temperatures are ignored. Rows are shuffled every pass and grouped by
+        length. `policy/kl_to_start` still compares with the folder that the learner was made
+        from: export, and make a new learner, for a new start.
+
+        Args:
+            rows: Rows of any trainable grade.
+            steps: Optimizer steps.
+            batch_rows: Rows per step; the last step of a pass may get fewer.
+            schedule: `cosine`, `linear` or `constant`, from `config.lr`.
+            warmup_steps: Steps of linear rise.
+            progress: Called after every step with its number (from 1) and metrics.
+
+        Raises:
+            EmptyBatchError: No row has a trained token.
+            PolicyError: A gradient was not finite; that step was not taken.
+        """
+        start = time.perf_counter()
+        kept = self._select(rows, objective="bc").rows
+        lengths = np.array([trimmed_length(row) for row in kept])
+        totals, tail = Totals(), Totals()
+        chosen = bucketed_batches(lengths, batch_rows=batch_rows, steps=steps, seed=self.config.seed)
+        for step, indices in enumerate(chosen):
+            lr = scheduled_lr(self.config.lr, step, steps, schedule=schedule, warmup_steps=warmup_steps)
+            step_rows = [kept[i] for i in indices]
+            total_weight = sum(row.loss_weight * int(row.action_mask.sum()) for row in step_rows)
+            step_loss = 0.0
+            for batch in self._pack(step_rows):
+                mask_BT = batch.target_mask_BT
+                stats = self._stats(self.model, batch, use_temperature=False)
+                weights_M = batch.weights_BT[mask_BT] / total_weight
+                loss = losses.bc_loss(stats.logprobs_M, mask_BT[mask_BT], weights_M)
+                torch.autograd.backward(loss)
+                step_loss += float(loss.detach())
+            metrics = {"loss/bc": step_loss, "grad/norm": self._step(lr), "optimizer/lr": lr}
+            totals.add_sum("data/trained_tokens", sum(int(row.action_mask.sum()) for row in step_rows))
+            totals.add_sum("data/forward_tokens", float(lengths[indices].sum() - len(indices)))
+            if step >= steps - max(1, steps // 10):
+                tail.add_mean("loss/bc", step_loss, 1)
+            if progress is not None:
+                progress(step + 1, metrics)
+        return totals.metrics() | tail.metrics() | {"time/update_s": time.perf_counter() - start}
+
+    def score(self, rows: Sequence[Transition]) -> list[NDArray[np.float32]]:
+        """Log-probability of every action token of every row under the current weights, nats.
+
+        Each row is scored at its own temperature (0 counts as 1, as engines report it). A row
+        without action tokens gets an empty array.
+        """
+        check_vocabulary(rows, size=self._vocabulary, model=self.config.model_path)
+        scores: list[NDArray[np.float32]] = [np.zeros(0, dtype=np.float32) for _ in rows]
+        with torch.no_grad():
+            for batch in self._pack(rows):
+                logprobs_M = self._stats(self.model, batch, use_temperature=True).logprobs_M.cpu().numpy()
+                counts = batch.target_mask_BT.sum(dim=1).cpu().numpy()
+                pieces = np.split(logprobs_M, np.cumsum(counts)[:-1])
+                for index, piece in zip(batch.row_indices, pieces, strict=True):
+                    scores[index] = piece
+        return scores
+
+    def export_weights(self, path: str | Path) -> None:
+        """Write the weights in `config.dtype` as one safetensors file, complete or absent."""
+        save_weights(self.model, Path(path), dtype=_DTYPES[self.config.dtype])
+
+    def export_model(self, folder: str | Path) -> None:
+        """Write a Hugging Face folder with the starting folder's tokenizer and chat template."""
+        save_model_folder(
+            self.model,
+            Path(folder),
+            source_folder=Path(self.config.model_path),
+            dtype=_DTYPES[self.config.dtype],
+        )
+
+    def save(self, root: str | Path, *, record: Any, keep: int = 3) -> Path:
+        """Write a checkpoint under `root`, keep the newest `keep`, and return its folder.
+
+        Args:
+            root: Folder of checkpoints.
+            record: JSON value that `load` gives back, such as which rows are consumed.
+            keep: Complete checkpoints to keep, 1 or more.
+
+        Raises:
+            StoreFullError: The disk is full; older checkpoints are untouched.
+        """
+        rng = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.device)
+        counters = {"updates": self.updates, "optimizer_steps": self.optimizer_steps}
+        tensors = {
+            "weights": weight_tensors(self.model),
+            "optimizer": optimizer_tensors(self._optimizer, self.model),
+            "rng": rng,
+        }
+        return save_checkpoint(root, Checkpoint(tensors, counters, record), keep=keep)
+
+    def load(self, folder: str | Path) -> Any:
+        """Continue from a checkpoint and return its record.
+
+        The starting policy that KL is measured against stays the one in `config.model_path`.
+
+        Raises:
+            StoreError: The checkpoint is torn or unreadable.
+            PolicyError: It belongs to another model.
+        """
+        checkpoint = load_checkpoint(folder)
+        load_weights(self.model, checkpoint.tensors["weights"], where=f"checkpoint {str(folder)!r}")
+        load_optimizer(self._optimizer, self.model, checkpoint.tensors["optimizer"])
+        torch.set_rng_state(checkpoint.tensors["rng"]["cpu"])
+        if self.device.type == "cuda" and "cuda" in checkpoint.tensors["rng"]:
+            torch.cuda.set_rng_state(checkpoint.tensors["rng"]["cuda"], self.device)
+        self.updates = int(checkpoint.counters["updates"])
+        self.optimizer_steps = int(checkpoint.counters["optimizer_steps"])
+        return checkpoint.record

@@ -1,0 +1,265 @@
+"""The policy as a Hugging Face model: load it, read log-probabilities off it, write it out.
+
+Knows: model folders, safetensors, where logits are needed. Does not know: losses,
+optimizers or rows.
+
+Shape letters: B rows, T positions, M targets (the True places of `target_mask_BT`, row by
+row), V vocabulary.
+
+Invariants:
+* a folder that can't be loaded completely is one `PolicyError`, never a half random model;
+* a file or folder that this module writes is complete or absent under its final name.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from spangrad.errors import ConfigError, PolicyError
+from spangrad.trainer.checkpoint import fsync_path
+from spangrad.trainer.losses import token_entropy
+from spangrad.trainer.packing import Batch
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Loading problems become our one-line errors; transformers' own tables and bars stay off."""
+    verbosity = transformers_logging.get_verbosity()
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if had_bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of that name, tried out.
+
+    Raises:
+        ConfigError: torch can't use it on this machine.
+    """
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"learner.device is {name!r}, which torch can't use here: {reason}") from error
+    return device
+
+
+def load_model(folder: str | Path, *, device: torch.device) -> PreTrainedModel:
+    """Load a causal language model in float32, without dropout.
+
+    Raises:
+        PolicyError: The folder lacks a file, a file is damaged, or the weights don't fit
+            the config; says which.
+    """
+    if not str(folder):
+        raise PolicyError("learner.model_path is empty; expected a Hugging Face model folder")
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise PolicyError(
+            f"model folder {str(folder)!r} has no config.json; expected a Hugging Face model folder"
+        )
+    try:
+        with _quiet_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, json.JSONDecodeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise PolicyError(f"model folder {str(folder)!r} can't be loaded: {reason}") from error
+    model, info = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
+    problems = {
+        "no weights for": sorted(info["missing_keys"]),
+        "another shape for": sorted(str(key) for key in info["mismatched_keys"]),
+        "unknown weights": sorted(info["unexpected_keys"]),
+    }
+    for what, keys in problems.items():
+        if keys:
+            raise PolicyError(
+                f"model folder {str(folder)!r} has {what} {len(keys)} of the model's tensors, first "
+                f"{keys[0]!r}; config.json and the safetensors files must belong together"
+            )
+    cast(torch.nn.Module, model).eval()  # no dropout: the behaviour policy had none
+    cast(torch.nn.Module, model).to(device)
+    return model
+
+
+def _output_layer(model: PreTrainedModel) -> torch.nn.Module:
+    layer: torch.nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return layer
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Number of token ids that the model has an embedding for."""
+    return int(cast(torch.nn.Embedding, model.get_input_embeddings()).weight.shape[0])
+
+
+def head_is_separable(model: PreTrainedModel) -> bool:
+    """Whether logits are just the output embedding applied to the base model's hidden states.
+
+    True for most models; False where the model scales or caps its logits. Found by
+    comparing the two on two tokens.
+    """
+    ids_BT = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    with torch.no_grad():
+        full_BTV = model(input_ids=ids_BT, use_cache=False).logits
+        hidden = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+        selected_BTV = _output_layer(model)(hidden)
+    return bool(torch.allclose(full_BTV, selected_BTV, rtol=1e-5, atol=1e-5))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TargetStats:
+    """What a forward pass says about the targets of a batch, in mask order."""
+
+    logprobs_M: Tensor
+    """Log-probability of each target under the row's temperature, nats, float32 or better."""
+    entropy_M: Tensor | None
+    """Entropy of the distribution that each target comes from, nats; None where not asked for."""
+
+
+def target_stats(
+    model: PreTrainedModel,
+    batch: Batch,
+    *,
+    compute_dtype: torch.dtype,
+    separable_head: bool,
+    use_temperature: bool = True,
+    entropy: str = "none",
+) -> TargetStats:
+    """Log-probabilities (and entropies) at the trained positions of a batch.
+
+    The output layer runs on the M target positions alone: with a quarter of the tokens
+    trained it costs a quarter, and no (B, T, V) tensor exists.
+
+    Args:
+        model: A causal language model.
+        batch: Rows, already on the model's device.
+        compute_dtype: float32, or bfloat16 for autocast over float32 weights.
+        separable_head: What `head_is_separable` said; False falls back to all logits.
+        use_temperature: Divide logits by the row's temperature; off for cloning.
+        entropy: `none`, `value` (no gradient) or `grad`.
+    """
+    mask_BT = batch.target_mask_BT
+    device_type = mask_BT.device.type
+    with torch.autocast(device_type, dtype=torch.bfloat16, enabled=compute_dtype == torch.bfloat16):
+        if separable_head:
+            hidden = model.base_model(input_ids=batch.input_ids_BT, use_cache=False).last_hidden_state
+            logits_MV = _output_layer(model)(hidden[mask_BT])
+        else:
+            logits_MV = model(input_ids=batch.input_ids_BT, use_cache=False).logits[mask_BT]
+    if logits_MV.dtype != torch.float64:
+        logits_MV = logits_MV.float()
+    if use_temperature:
+        temperatures_M = batch.temperatures_BT[mask_BT]
+        if bool((temperatures_M != 1.0).any()):
+            logits_MV = logits_MV / temperatures_M[:, None]
+    targets_M = batch.target_ids_BT[mask_BT]
+    logprobs_M = logits_MV.gather(-1, targets_M[:, None]).squeeze(-1) - logits_MV.logsumexp(-1)
+    entropy_M = None
+    if entropy == "grad":
+        entropy_M = token_entropy(logits_MV)
+    elif entropy == "value":
+        with torch.no_grad():
+            entropy_M = token_entropy(logits_MV)
+    return TargetStats(logprobs_M, entropy_M)
+
+
+def weight_tensors(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The model's weights by Hugging Face name, on the CPU, each stored once (tied copies left out)."""
+    seen: set[int] = set()
+    tensors: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        if value.data_ptr() in seen:
+            continue
+        seen.add(value.data_ptr())
+        is_cast = dtype is not None and value.is_floating_point()
+        tensors[name] = value.detach().to("cpu", dtype=dtype if is_cast else None).contiguous()
+    return tensors
+
+
+def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor], *, where: str) -> None:
+    """Copy weights, as `weight_tensors` gave them, into a model of the same shape.
+
+    Raises:
+        PolicyError: Names or shapes differ; the model is unchanged.
+    """
+    own = weight_tensors(model)
+    for name in sorted(own.keys() | tensors.keys()):
+        expected = tuple(own[name].shape) if name in own else None
+        found = tuple(tensors[name].shape) if name in tensors else None
+        if expected != found:
+            raise PolicyError(f"{where}: tensor {name!r} has shape {found}, the model needs {expected}")
+    state = model.state_dict()
+    with torch.no_grad():
+        for name, value in tensors.items():
+            state[name].copy_(value)
+
+
+def save_weights(model: PreTrainedModel, path: Path, *, dtype: torch.dtype) -> None:
+    """Write the weights as one safetensors file that is complete or absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    try:
+        save_file(weight_tensors(model, dtype=dtype), temporary, metadata={"format": "pt"})
+        fsync_path(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_path(path.parent)
+
+
+def save_model_folder(
+    model: PreTrainedModel, folder: Path, *, source_folder: Path, dtype: torch.dtype
+) -> None:
+    """Write a Hugging Face folder: config, weights, and the source folder's tokenizer files byte for byte.
+
+    An existing `folder` is replaced; a reader sees the old one, none for an instant, or the new one.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".tmp-{os.getpid()}-{folder.name}")
+    replaced = folder.with_name(f".old-{os.getpid()}-{folder.name}")
+    for stale in (temporary, replaced):
+        shutil.rmtree(stale, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        for path in sorted(source_folder.iterdir()):
+            if path.is_file() and path.name != "config.json" and not path.name.endswith(WEIGHT_SUFFIXES):
+                shutil.copyfile(path, temporary / path.name)
+        config = json.loads((source_folder / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        save_file(
+            weight_tensors(model, dtype=dtype), temporary / "model.safetensors", metadata={"format": "pt"}
+        )
+        for path in temporary.iterdir():
+            fsync_path(path)
+        fsync_path(temporary)
+        if folder.exists():
+            os.rename(folder, replaced)
+        os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+    fsync_path(folder.parent)

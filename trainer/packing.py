@@ -1,0 +1,299 @@
+"""Transition rows to padded, shifted batches.
+
+Knows: how rows are cut, sorted, bounded and laid out as tensors. Does not know: models,
+losses or where the rows came from.
+
+Shape letters: B rows of a batch, T input positions (one fewer than tokens: position t
+predicts token t + 1). Padding is on the right, so a causal model needs no attention mask:
+no real position ever looks at a padded one.
+
+Invariants:
+* every trained token of every row is in exactly one batch, exactly once;
+* tokens behind a row's last trained token are not sent: nothing that is trained sees them;
+* the same rows give the same batches.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spangrad.credit.transition import Transition
+from spangrad.errors import CreditError, EmptyBatchError, GradeError, PolicyError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Rows of similar length as tensors.
+
+    Where `target_mask_BT` is False, the fields that tell of the predicted token mean nothing.
+    """
+
+    row_indices: tuple[int, ...]
+    """Place of each row in the sequence that was packed."""
+    input_ids_BT: Tensor
+    """int64; padded with the pad token."""
+    attention_mask_BT: Tensor
+    """bool; True on real tokens. For accounting and for models that are not causal."""
+    target_ids_BT: Tensor
+    """int64; the token that position t predicts."""
+    target_mask_BT: Tensor
+    """bool; True where the predicted token is trained."""
+    behavior_logprobs_BT: Tensor
+    """float32, nats, of the predicted token."""
+    advantages_BT: Tensor
+    """float32, of the predicted token."""
+    weights_BT: Tensor
+    """float32; the row's `loss_weight`."""
+    versions_BT: Tensor
+    """int64; policy version that sampled the predicted token, -1 = unknown."""
+    temperatures_BT: Tensor
+    """float32; the row's sampling temperature, 1 where it was 0 (engines report greedy logprobs at 1)."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of trained tokens."""
+        return int(self.target_mask_BT.sum())
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on another device."""
+        tensors = (getattr(self, field.name) for field in fields(self)[1:])
+        return Batch(self.row_indices, *(tensor.to(device) for tensor in tensors))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """Rows that can train, and how many rows and tokens could not."""
+
+    rows: tuple[Transition, ...]
+    rows_without_tokens: int
+    """Rows without a trained token."""
+    rows_without_signal: int
+    """Rows whose advantages are all zero and that no other loss term needs, or whose weight is 0."""
+    tokens_without_advantage: int
+    """Trained tokens whose advantage is NaN (not assigned): taken out of the action mask."""
+
+
+def row_name(row: Transition) -> str:
+    """What errors call a row."""
+    calls = ",".join(segment.call_id for segment in row.segments)
+    return f"rollout {row.rollout_id!r} attempt {row.attempt} calls [{calls}]"
+
+
+def _check_row(row: Transition) -> None:
+    tokens = len(row.token_ids)
+    for name in ("action_mask", "behavior_logprobs", "policy_versions", "advantages"):
+        if len(getattr(row, name)) != tokens:
+            raise CreditError(
+                f"{row_name(row)}: {name} has {len(getattr(row, name))} values, token_ids has {tokens}; "
+                "both must cover every token"
+            )
+    if tokens and row.action_mask[0]:
+        raise CreditError(
+            f"{row_name(row)}: the first token is marked as sampled; nothing precedes it, so it can't be "
+            "trained"
+        )
+    if not np.isfinite(row.loss_weight) or row.loss_weight < 0:
+        raise CreditError(f"{row_name(row)}: loss_weight is {row.loss_weight!r}; expected a number >= 0")
+
+
+def _check_ppo_row(row: Transition) -> None:
+    logprobs = row.behavior_logprobs[row.action_mask]
+    unknown = int((~np.isfinite(logprobs)).sum())
+    if unknown:
+        raise GradeError(
+            f"{row_name(row)} has grade {row.grade!r}: {unknown} of {logprobs.size} trained tokens have no "
+            "behaviour logprob; PPO needs grade 'exact', train these rows with objective 'bc'"
+        )
+    if not row.temperature > 0:
+        raise GradeError(
+            f"{row_name(row)} was sampled at temperature {row.temperature!r}; PPO needs tokens that were "
+            "sampled at a temperature above 0"
+        )
+    if np.isinf(row.advantages[row.action_mask]).any():
+        raise CreditError(
+            f"{row_name(row)}: an advantage is infinite; expected finite, or NaN for not assigned"
+        )
+
+
+def select_rows(rows: Sequence[Transition], *, objective: str, needs_all_tokens: bool) -> Selection:
+    """Check rows and keep those that can change the policy.
+
+    Args:
+        rows: Rows as they come from credit.
+        objective: `ppo` (needs behaviour logprobs and advantages) or `bc`.
+        needs_all_tokens: Keep rows whose advantages are all zero: an entropy or KL term
+            trains on them too.
+
+    Raises:
+        CreditError: A row contradicts itself.
+        GradeError: A row lacks what the objective needs.
+        EmptyBatchError: Nothing is left; the counts are in the message.
+    """
+    kept: list[Transition] = []
+    without_tokens = without_signal = without_advantage = 0
+    for row in rows:
+        _check_row(row)
+        if not row.action_mask.any():
+            without_tokens += 1
+            continue
+        if objective == "ppo":
+            _check_ppo_row(row)
+            is_unassigned = row.action_mask & np.isnan(row.advantages)
+            without_advantage += int(is_unassigned.sum())
+            if is_unassigned.any():
+                row = replace(row, action_mask=row.action_mask & ~is_unassigned)
+            has_signal = bool((row.advantages[row.action_mask] != 0).any())
+            has_signal = has_signal or (needs_all_tokens and bool(row.action_mask.any()))
+        else:
+            has_signal = True
+        if has_signal and row.loss_weight > 0:
+            kept.append(row)
+        else:
+            without_signal += 1
+    if not kept:
+        raise EmptyBatchError(
+            f"none of {len(rows)} rows can train objective {objective!r}: {without_tokens} have no trained "
+            f"token, {without_signal} have zero weight or only zero or unassigned advantages "
+            f"({without_advantage} tokens unassigned); check rewards and groups"
+        )
+    return Selection(tuple(kept), without_tokens, without_signal, without_advantage)
+
+
+def check_vocabulary(rows: Sequence[Transition], *, size: int, model: str) -> None:
+    """Refuse token ids that the model does not have.
+
+    Raises:
+        PolicyError: A row has an id outside `0..size - 1`.
+    """
+    for row in rows:
+        low, high = int(row.token_ids.min(initial=0)), int(row.token_ids.max(initial=0))
+        if low < 0 or high >= size:
+            raise PolicyError(
+                f"{row_name(row)}: token ids span {low}..{high}, the model in {model!r} knows 0..{size - 1}; "
+                "the rows come from another tokenizer"
+            )
+
+
+def data_metrics(selection: Selection, *, policy_version: int | None) -> dict[str, float]:
+    """What an update trained on and what it left out; staleness in updates if the version is given."""
+    rows = selection.rows
+    metrics: dict[str, float] = {
+        "data/rows": len(rows),
+        "data/rollouts": len({(row.rollout_id, row.attempt) for row in rows}),
+        "data/trained_tokens": sum(int(row.action_mask.sum()) for row in rows),
+        "data/forward_tokens": sum(trimmed_length(row) - 1 for row in rows),
+        "data/rows_without_tokens": selection.rows_without_tokens,
+        "data/rows_without_signal": selection.rows_without_signal,
+        "data/tokens_without_advantage": selection.tokens_without_advantage,
+    }
+    if policy_version is not None:
+        versions = np.concatenate([row.policy_versions[row.action_mask] for row in rows])
+        staleness = policy_version - versions[versions >= 0]
+        if staleness.size:
+            metrics["data/staleness_mean"] = float(staleness.mean())
+            metrics["data/staleness_max"] = float(staleness.max())
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def trimmed_length(row: Transition) -> int:
+    """Tokens of a row up to its last trained one; 0 if none is trained."""
+    trained = np.flatnonzero(row.action_mask)
+    return int(trained[-1]) + 1 if trained.size else 0
+
+
+def _batch(
+    rows: Sequence[Transition], indices: Sequence[int], lengths: NDArray[np.int64], pad_token_id: int
+) -> Batch:
+    shape = (len(indices), int(max(lengths[i] for i in indices)) - 1)
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    attention_mask = np.zeros(shape, dtype=np.bool_)
+    target_ids = np.zeros(shape, dtype=np.int64)
+    target_mask = np.zeros(shape, dtype=np.bool_)
+    behavior = np.zeros(shape, dtype=np.float32)
+    advantages = np.zeros(shape, dtype=np.float32)
+    weights = np.zeros(shape, dtype=np.float32)
+    versions = np.full(shape, -1, dtype=np.int64)
+    temperatures = np.ones(shape, dtype=np.float32)
+    for b, index in enumerate(indices):
+        row, stop = rows[index], int(lengths[index])
+        t = slice(0, stop - 1)
+        input_ids[b, t] = row.token_ids[: stop - 1]
+        attention_mask[b, t] = True
+        target_ids[b, t] = row.token_ids[1:stop]
+        target_mask[b, t] = row.action_mask[1:stop]
+        behavior[b, t] = row.behavior_logprobs[1:stop]
+        advantages[b, t] = row.advantages[1:stop]
+        versions[b, t] = row.policy_versions[1:stop]
+        weights[b, :] = row.loss_weight
+        temperatures[b, :] = row.temperature if row.temperature > 0 else 1.0
+    return Batch(
+        row_indices=tuple(indices),
+        input_ids_BT=torch.from_numpy(input_ids),
+        attention_mask_BT=torch.from_numpy(attention_mask),
+        target_ids_BT=torch.from_numpy(target_ids),
+        target_mask_BT=torch.from_numpy(target_mask),
+        behavior_logprobs_BT=torch.from_numpy(behavior),
+        advantages_BT=torch.from_numpy(advantages),
+        weights_BT=torch.from_numpy(weights),
+        versions_BT=torch.from_numpy(versions),
+        temperatures_BT=torch.from_numpy(temperatures),
+    )
+
+
+def pack(rows: Sequence[Transition], *, max_tokens_per_batch: int, pad_token_id: int) -> list[Batch]:
+    """Lay rows out as padded batches, longest first.
+
+    Args:
+        rows: Rows to pack; those without a trained token are left out.
+        max_tokens_per_batch: Bound on `B * T`, padding included. A single longer row gets a
+            batch of its own: it can't be split without changing what its tokens see.
+        pad_token_id: Token that fills the padding.
+
+    Returns:
+        Batches in order of falling length; ties keep the rows' order.
+    """
+    lengths = np.array([trimmed_length(row) for row in rows], dtype=np.int64)
+    order = [int(i) for i in np.argsort(-lengths, kind="stable") if lengths[i] > 0]
+    batches: list[Batch] = []
+    start = 0
+    while start < len(order):
+        width = int(lengths[order[start]]) - 1
+        count = max(1, max_tokens_per_batch // width)
+        batches.append(_batch(rows, order[start : start + count], lengths, pad_token_id))
+        start += count
+    return batches
+
+
+def bucketed_batches(
+    lengths: NDArray[np.int64], *, batch_rows: int, steps: int, seed: int, bucket_batches: int = 16
+) -> Iterator[NDArray[np.int64]]:
+    """Choose the rows of every step of a long fit.
+
+    Each pass shuffles all rows, sorts by length inside windows of `bucket_batches` batches (so
+    that rows of a batch are of like length), and gives the batches in shuffled order.
+
+    Args:
+        lengths: Length of every row.
+        batch_rows: Rows per step.
+        steps: Number of batches to give.
+        seed: Equal arguments and seed give equal batches.
+        bucket_batches: Size of the windows, in batches.
+    """
+    given = passes = 0
+    while given < steps:
+        rng = np.random.default_rng((seed, passes))
+        shuffled = rng.permutation(len(lengths))
+        window = batch_rows * bucket_batches
+        batches: list[NDArray[np.int64]] = []
+        for start in range(0, len(shuffled), window):
+            part = shuffled[start : start + window]
+            part = part[np.argsort(lengths[part], kind="stable")]
+            batches += [part[i : i + batch_rows] for i in range(0, len(part), batch_rows)]
+        for index in rng.permutation(len(batches))[: steps - given]:
+            yield batches[index]
+        given += len(batches)
+        passes += 1
