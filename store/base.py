@@ -51,7 +51,10 @@ class Store(Protocol):
         error: str | None = None,
         retry: bool = False,
     ) -> None:
-        """End an attempt; `retry` requeues while attempts are left. Raises LeaseLostError if it is not current."""
+        """End an attempt; `retry` requeues while attempts are left.
+
+        Raises LeaseLostError if the attempt is not the current one. The same again changes nothing.
+        """
         ...
 
     def put_rewards(self, rewards: Sequence[Reward]) -> int:

@@ -7,7 +7,10 @@ or "not assigned"; it is never 0.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
+
+RECORDED_SPLIT: Final = "recorded"
+"""Split of rollouts that nobody enqueued: known from their spans alone."""
 
 
 class RolloutStatus(StrEnum):
@@ -41,6 +44,7 @@ class SpanEvent:
     name: str
     time_ns: int
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    dropped_attributes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,13 @@ class Span:
     dropped_attributes: int = 0
     rollout_id: str | None = None
     """From `spangrad.rollout.id`, or from the nearest ancestor in the trace that has it."""
+    attempt: int | None = None
+    """From `spangrad.attempt`, where the rollout id came from."""
+    dropped_events: int = 0
+    dropped_links: int = 0
+    scope_attributes: Mapping[str, Any] = field(default_factory=dict)
+    schema_url: str = ""
+    resource_schema_url: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@
     +-- EngineError (RuntimeError)        the inference engine failed, or did not start
     |   +-- PublishError                  the engine does not serve the weights that were published
     +-- PortInUseError (OSError)          the address is taken
+    +-- MissingExtraError (ImportError)   an optional part of spangrad is not installed
     +-- RolloutError (RuntimeError)       an agent could not be run at all (a failed rollout is data)
 
 Each also inherits the standard error that it refines, carries one sentence, and
@@ -95,6 +96,10 @@ class PublishError(EngineError):
 
 class PortInUseError(SpangradError, OSError):
     """The address is taken."""
+
+
+class MissingExtraError(SpangradError, ImportError):
+    """An optional part of spangrad is not installed."""
 
 
 class RolloutError(SpangradError, RuntimeError):

@@ -1,0 +1,271 @@
+"""`HubClient`: the store of a hub, over HTTP.
+
+Knows the hub's paths and how its errors become exceptions again; knows no DuckDB.
+Invariants: what may be repeated is tried again for a few seconds while no hub answers;
+a claim is repeated only if the hub can't have seen it.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+import httpx
+
+from spangrad import errors
+from spangrad.errors import HubUnreachableError, SpangradError, StoreError
+from spangrad.store.encoding import decode_json, encode_json
+from spangrad.store.records import Policy, Reward, Rollout, RolloutStatus, Span, Update
+from spangrad.store.wire import record_from_wire, record_to_wire, records_from_wire, spans_from_frames
+
+RETRY_S: Final = 5.0
+_FIRST_PAUSE_S: Final = 0.05
+_LAST_PAUSE_S: Final = 1.0
+
+
+class HubClient:
+    """The store of a hub. Implements `spangrad.store.base.Store`; safe to use from several threads."""
+
+    def __init__(
+        self, url: str, key: str | None = None, timeout_s: float = 30.0, *, retry_s: float = RETRY_S
+    ) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            url: Of the hub, such as "http://127.0.0.1:4318".
+            key: One of the hub's keys; its role decides what is allowed.
+            timeout_s: How long to wait for an answer.
+            retry_s: How long to keep trying while no hub answers.
+        """
+        self.url = url.rstrip("/")
+        self._retry_s = retry_s
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=timeout_s,
+            trust_env=False,
+        )
+
+    def put_otlp(self, request: bytes) -> int:
+        """Store an OTLP `ExportTraceServiceRequest` (protobuf). Returns how many spans were new."""
+        headers = {"content-type": "application/x-protobuf"}
+        response = self._send("/v1/traces", request, headers=headers)
+        return int(response.headers["x-spangrad-new-spans"])
+
+    def enqueue(self, rollouts: Sequence[Rollout]) -> int:
+        """Add rollouts to the queue; those whose id is known are left alone. Returns how many were new."""
+        return int(self._call("enqueue", {"rollouts": [record_to_wire(rollout) for rollout in rollouts]}))
+
+    def claim(
+        self,
+        *,
+        worker: str,
+        limit: int = 1,
+        lease_s: float = 60.0,
+        run_id: str | None = None,
+        split: str | None = None,
+        policy_version: int | None = None,
+    ) -> list[Rollout]:
+        """Claim queued rollouts, oldest first; a claim whose lease ran out counts as queued, attempt + 1."""
+        arguments = {
+            "worker": worker,
+            "limit": limit,
+            "lease_s": lease_s,
+            "run_id": run_id,
+            "split": split,
+            "policy_version": policy_version,
+        }
+        return records_from_wire(Rollout, self._call("claim", arguments, is_repeatable=False))
+
+    def heartbeat(
+        self, rollouts: Sequence[tuple[str, int]], *, worker: str, lease_s: float = 60.0
+    ) -> list[str]:
+        """Extend leases of (rollout_id, attempt). Returns the ids that are no longer this worker's."""
+        pairs = [list(pair) for pair in rollouts]
+        return list(self._call("heartbeat", {"rollouts": pairs, "worker": worker, "lease_s": lease_s}))
+
+    def finish(
+        self,
+        rollout_id: str,
+        attempt: int,
+        *,
+        status: RolloutStatus = RolloutStatus.SUCCEEDED,
+        output: Any = None,
+        error_type: str | None = None,
+        error: str | None = None,
+        retry: bool = False,
+    ) -> None:
+        """End an attempt; `retry` requeues while attempts are left.
+
+        Raises LeaseLostError if the attempt is not the current one. The same again changes nothing.
+        """
+        arguments = {
+            "rollout_id": rollout_id,
+            "attempt": attempt,
+            "status": str(status),
+            "output": output,
+            "error_type": error_type,
+            "error": error,
+            "retry": retry,
+        }
+        self._call("finish", arguments)
+
+    def put_rewards(self, rewards: Sequence[Reward]) -> int:
+        """Store rewards; the author comes from the caller's key. Returns how many were stored."""
+        return int(self._call("put_rewards", {"rewards": [record_to_wire(reward) for reward in rewards]}))
+
+    def rollouts(
+        self,
+        *,
+        rollout_ids: Sequence[str] | None = None,
+        run_id: str | None = None,
+        group_ids: Sequence[str] | None = None,
+        split: str | None = None,
+        status: RolloutStatus | None = None,
+        limit: int | None = None,
+    ) -> list[Rollout]:
+        """Rollouts that match every given filter, in order of enqueueing."""
+        arguments = {
+            "rollout_ids": None if rollout_ids is None else list(rollout_ids),
+            "run_id": run_id,
+            "group_ids": None if group_ids is None else list(group_ids),
+            "split": split,
+            "status": None if status is None else str(status),
+            "limit": limit,
+        }
+        return records_from_wire(Rollout, self._call("rollouts", arguments))
+
+    def rewards(self, rollout_ids: Sequence[str] | None = None) -> list[Reward]:
+        """Rewards of these rollouts (all without), in order of time."""
+        arguments = {"rollout_ids": None if rollout_ids is None else list(rollout_ids)}
+        return records_from_wire(Reward, self._call("rewards", arguments))
+
+    def spans(
+        self, rollout_ids: Sequence[str] | None = None, *, trace_ids: Sequence[str] | None = None
+    ) -> Iterable[Span]:
+        """Spans of these rollouts or traces (all without), ordered by (trace, start time)."""
+        arguments = {
+            "rollout_ids": None if rollout_ids is None else list(rollout_ids),
+            "trace_ids": None if trace_ids is None else list(trace_ids),
+        }
+        return self._stream_spans(encode_json(arguments).encode())
+
+    def commit_update(self, update: Update) -> bool:
+        """Record an update and mark its rollouts consumed, in one transaction.
+
+        Returns False if exactly this (run_id, update_index) was committed before. Raises StoreError
+        if the index leaves a gap or a rollout was consumed by another update.
+        """
+        return bool(self._call("commit_update", {"update": record_to_wire(update)}))
+
+    def last_update(self, run_id: str) -> Update | None:
+        """The update with the highest index of a run."""
+        found = self._call("last_update", {"run_id": run_id})
+        return None if found is None else record_from_wire(Update, found)
+
+    def updates(self, run_id: str | None = None) -> list[Update]:
+        """All updates, in order."""
+        return records_from_wire(Update, self._call("updates", {"run_id": run_id}))
+
+    def put_policy(self, policy: Policy) -> None:
+        """Record a published version."""
+        self._call("put_policy", {"policy": record_to_wire(policy)})
+
+    def policies(self, run_id: str | None = None) -> list[Policy]:
+        """Published versions, in order."""
+        return records_from_wire(Policy, self._call("policies", {"run_id": run_id}))
+
+    def put_calls(self, rows: Sequence[Mapping[str, Any]]) -> int:
+        """Store summaries of model calls: columns of the table `calls`, replaced by `call_id`."""
+        return int(self._call("put_calls", {"rows": [dict(row) for row in rows]}))
+
+    def query(
+        self,
+        sql: str,
+        parameters: Sequence[Any] | Mapping[str, Any] = (),
+        *,
+        row_limit: int = 10_000,
+        timeout_s: float = 20.0,
+    ) -> list[dict[str, Any]]:
+        """Run one read-only SQL statement. Raises StoreError beyond `row_limit` rows or `timeout_s`."""
+        given = dict(parameters) if isinstance(parameters, Mapping) else list(parameters)
+        arguments = {"sql": sql, "parameters": given, "row_limit": row_limit, "timeout_s": timeout_s}
+        return list(self._call("query", arguments))
+
+    def stats(self) -> dict[str, int]:
+        """Rows of each table, and `size_bytes` of the file with its log."""
+        return dict(self._call("stats", {}))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        """The client itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _stream_spans(self, body: bytes) -> Iterator[Span]:
+        response = self._send("/api/spans", body, is_streamed=True)
+        try:
+            yield from spans_from_frames(response.iter_bytes())
+        except httpx.TransportError as error:
+            raise _unreachable(self.url, error) from error
+        finally:
+            response.close()
+
+    def _call(self, name: str, arguments: Mapping[str, Any], *, is_repeatable: bool = True) -> Any:
+        body = encode_json(arguments).encode()
+        response = self._send(f"/api/{name}", body, is_repeatable=is_repeatable)
+        return decode_json(response.text)["result"]
+
+    def _send(
+        self,
+        path: str,
+        body: bytes,
+        *,
+        headers: Mapping[str, str] | None = None,
+        is_repeatable: bool = True,
+        is_streamed: bool = False,
+    ) -> httpx.Response:
+        deadline = time.monotonic() + self._retry_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            request = self._http.build_request("POST", path, content=body, headers=headers)
+            try:
+                response = self._http.send(request, stream=is_streamed)
+                break
+            except httpx.TransportError as error:
+                was_not_sent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                may_repeat = was_not_sent or (is_repeatable and not isinstance(error, httpx.TimeoutException))
+                if not may_repeat or time.monotonic() + pause_s > deadline:
+                    raise _unreachable(self.url, error) from error
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        if response.status_code != 200:
+            response.read()
+            raise _error_from(response, self.url)
+        return response
+
+
+def _unreachable(url: str, error: Exception) -> HubUnreachableError:
+    reason = str(error) or type(error).__name__
+    return HubUnreachableError(f"no hub at {url!r} answers ({reason}); start one with `spangrad hub`")
+
+
+def _error_from(response: httpx.Response, url: str) -> SpangradError:
+    try:
+        data = response.json()
+        kind = getattr(errors, data["error"], StoreError)
+        message = str(data["message"])
+    except (ValueError, KeyError, TypeError):
+        return StoreError(
+            f"{url!r} answered {response.status_code}, and not like a hub: {response.text[:200]!r}"
+        )
+    is_ours = isinstance(kind, type) and issubclass(kind, SpangradError)
+    return kind(message) if is_ours else StoreError(message)

@@ -1,0 +1,260 @@
+"""`FileStore`: the store in this process, one DuckDB file.
+
+Knows how the table modules make up a store, and the spool folder beside the file. Knows
+no HTTP. Safe to call from several threads: writes take turns, reads see a snapshot.
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from spangrad.errors import StoreError
+from spangrad.store.otlp import decode_request
+from spangrad.store.records import (
+    Policy,
+    Reward,
+    RewardAuthor,
+    Rollout,
+    RolloutStatus,
+    Span,
+    Update,
+)
+from spangrad.store.schema import TABLES
+from spangrad.store.tables import ledger, queue
+from spangrad.store.tables.database import Database
+from spangrad.store.tables.query import ROW_LIMIT, TIMEOUT_S, run_query
+from spangrad.store.tables.rewards import put_rewards, select_rewards
+from spangrad.store.tables.spans import SpanWriter, read_spans
+from spangrad.tracer.spool import Spool
+
+logger = logging.getLogger(__name__)
+
+
+class FileStore:
+    """A store in one DuckDB file. Implements `spangrad.store.base.Store`."""
+
+    def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False) -> None:
+        """Open the file, made if need be, and take in what waits in its spool folder.
+
+        Raises StoreLockedError if another process holds it, SchemaVersionError if a newer
+        spangrad wrote it.
+        """
+        self.path = Path(path).absolute()
+        self._database = Database(path, read_only=read_only)
+        self._writer = SpanWriter(self._database)
+        if not read_only:
+            try:
+                self.drain()
+            except BaseException:
+                self.close()
+                raise
+
+    # spans
+
+    def put_otlp(self, request: bytes) -> int:
+        """Store an OTLP `ExportTraceServiceRequest` (protobuf). Returns how many spans were new."""
+        spans, rejected = decode_request(request)
+        if rejected:
+            logger.warning("%d spans without a valid trace id and span id were left out", rejected)
+        return self.put_batches([spans])[0]
+
+    def put_batches(self, batches: Sequence[Sequence[Span]]) -> list[int]:
+        """Store several batches in one transaction. Returns how many spans of each were new."""
+        return self._writer.put(batches)
+
+    def spans(
+        self, rollout_ids: Sequence[str] | None = None, *, trace_ids: Sequence[str] | None = None
+    ) -> Iterable[Span]:
+        """Spans of these rollouts or traces (all without), ordered by (trace, start time)."""
+        return read_spans(self._database, rollout_ids, trace_ids)
+
+    def drain(self) -> int:
+        """Take in what tracers have spooled beside the file. Returns how many records."""
+        folder = self.path.with_name(self.path.name + ".spool")
+        if not folder.is_dir():
+            return 0
+        return Spool(folder).drain(self._put_spooled)
+
+    def _put_spooled(self, record: bytes) -> None:
+        try:
+            spans, _ = decode_request(record)
+        except StoreError as error:
+            # Refusing would block everything behind it.
+            rejected = self.path.with_name(self.path.name + ".rejected")
+            logger.error("a spooled record was moved to %s: %s", rejected, error)
+            with rejected.open("ab") as file:
+                file.write(record)
+            return
+        self.put_batches([spans])
+
+    # queue
+
+    def enqueue(self, rollouts: Sequence[Rollout]) -> int:
+        """Add rollouts to the queue; those whose id is known are left alone. Returns how many were new."""
+        with self._database.transaction() as con:
+            return queue.enqueue(con, rollouts)
+
+    def claim(
+        self,
+        *,
+        worker: str,
+        limit: int = 1,
+        lease_s: float = 60.0,
+        run_id: str | None = None,
+        split: str | None = None,
+        policy_version: int | None = None,
+    ) -> list[Rollout]:
+        """Claim queued rollouts, oldest first; a claim whose lease ran out counts as queued, attempt + 1."""
+        with self._database.transaction() as con:
+            return queue.claim(
+                con,
+                worker=worker,
+                limit=limit,
+                lease_s=lease_s,
+                run_id=run_id,
+                split=split,
+                policy_version=policy_version,
+            )
+
+    def heartbeat(
+        self, rollouts: Sequence[tuple[str, int]], *, worker: str, lease_s: float = 60.0
+    ) -> list[str]:
+        """Extend leases of (rollout_id, attempt). Returns the ids that are no longer this worker's."""
+        with self._database.transaction() as con:
+            return queue.heartbeat(con, rollouts, worker=worker, lease_s=lease_s)
+
+    def finish(
+        self,
+        rollout_id: str,
+        attempt: int,
+        *,
+        status: RolloutStatus = RolloutStatus.SUCCEEDED,
+        output: Any = None,
+        error_type: str | None = None,
+        error: str | None = None,
+        retry: bool = False,
+    ) -> None:
+        """End an attempt; `retry` requeues while attempts are left.
+
+        Raises LeaseLostError if the attempt is not the current one. The same again changes nothing.
+        """
+        with self._database.transaction() as con:
+            queue.finish(
+                con,
+                rollout_id,
+                attempt,
+                status=RolloutStatus(status),
+                output=output,
+                error_type=error_type,
+                error=error,
+                retry=retry,
+            )
+
+    def rollouts(
+        self,
+        *,
+        rollout_ids: Sequence[str] | None = None,
+        run_id: str | None = None,
+        group_ids: Sequence[str] | None = None,
+        split: str | None = None,
+        status: RolloutStatus | None = None,
+        limit: int | None = None,
+    ) -> list[Rollout]:
+        """Rollouts that match every given filter, in order of enqueueing."""
+        with self._database.snapshot() as con:
+            return queue.select_rollouts(
+                con,
+                rollout_ids=rollout_ids,
+                run_id=run_id,
+                group_ids=group_ids,
+                split=split,
+                status=status,
+                limit=limit,
+            )
+
+    # rewards
+
+    def put_rewards(self, rewards: Sequence[Reward], *, author: RewardAuthor = RewardAuthor.OPERATOR) -> int:
+        """Store rewards; whoever holds the file is the operator. Returns how many were new."""
+        with self._database.transaction() as con:
+            return put_rewards(con, rewards, author)
+
+    def rewards(self, rollout_ids: Sequence[str] | None = None) -> list[Reward]:
+        """Rewards of these rollouts (all without), in order of time."""
+        with self._database.snapshot() as con:
+            return select_rewards(con, rollout_ids)
+
+    # updates, policies, calls
+
+    def commit_update(self, update: Update) -> bool:
+        """Record an update and mark its rollouts consumed, in one transaction.
+
+        Returns False if exactly this (run_id, update_index) was committed before. Raises StoreError
+        if the index leaves a gap or a rollout was consumed by another update.
+        """
+        with self._database.transaction() as con:
+            return ledger.commit_update(con, update)
+
+    def last_update(self, run_id: str) -> Update | None:
+        """The update with the highest index of a run."""
+        with self._database.snapshot() as con:
+            found = ledger.select_updates(con, run_id, only_last=True)
+        return found[0] if found else None
+
+    def updates(self, run_id: str | None = None) -> list[Update]:
+        """All updates, in order."""
+        with self._database.snapshot() as con:
+            return ledger.select_updates(con, run_id)
+
+    def put_policy(self, policy: Policy) -> None:
+        """Record a published version."""
+        with self._database.transaction() as con:
+            ledger.put_policy(con, policy)
+
+    def policies(self, run_id: str | None = None) -> list[Policy]:
+        """Published versions, in order."""
+        with self._database.snapshot() as con:
+            return ledger.select_policies(con, run_id)
+
+    def put_calls(self, rows: Sequence[Mapping[str, Any]]) -> int:
+        """Store summaries of model calls: columns of the table `calls`, replaced by `call_id`."""
+        with self._database.transaction() as con:
+            return ledger.put_calls(con, rows)
+
+    # questions
+
+    def query(
+        self,
+        sql: str,
+        parameters: Sequence[Any] | Mapping[str, Any] = (),
+        *,
+        row_limit: int = ROW_LIMIT,
+        timeout_s: float = TIMEOUT_S,
+    ) -> list[dict[str, Any]]:
+        """Run one read-only SQL statement. Raises StoreError beyond `row_limit` rows or `timeout_s`."""
+        return run_query(self._database, sql, parameters, row_limit=row_limit, timeout_s=timeout_s)
+
+    def stats(self) -> dict[str, int]:
+        """Rows of each table, and `size_bytes` of the file with its log."""
+        with self._database.snapshot() as con:
+            counts = " UNION ALL ".join(f"SELECT '{t.name}', count(*) FROM {t.name}" for t in TABLES)
+            stats = dict(con.execute(counts).fetchall())
+        files = (self.path, self.path.with_name(self.path.name + ".wal"))
+        return stats | {"size_bytes": sum(file.stat().st_size for file in files if file.exists())}
+
+    def close(self) -> None:
+        """Fold the log into the file and release it. Harmless when repeated."""
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        """The store itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()

@@ -1,0 +1,255 @@
+"""The hub: a store behind HTTP.
+
+    POST /v1/traces      OTLP: protobuf or JSON, gzip or not        agent
+    POST /api/<name>     the other methods of a store, JSON         see operations.py
+    POST /api/spans      spans as frames of OTLP protobuf           evaluator
+    GET  /healthz                                                   anybody
+
+Knows HTTP, keys and the size of bodies; what an operation does is in `operations.py`.
+Invariants:
+
+* 200 to `/v1/traces` means on disk;
+* without keys only requests that name a loopback host, and come from no foreign web page, are answered;
+* an error is JSON `{"error": class, "message": sentence}`, which `HubClient` raises again.
+"""
+
+import asyncio
+import json
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from contextlib import asynccontextmanager
+from itertools import chain
+from typing import Any, Final
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from spangrad.errors import (
+    LeaseLostError,
+    PermissionDeniedError,
+    SpangradError,
+    StoreError,
+    StoreFullError,
+    StoreLockedError,
+)
+from spangrad.store.encoding import decode_json, encode_json
+from spangrad.store.file_store import FileStore
+from spangrad.store.keys import Keys, Role
+from spangrad.store.migrations import SCHEMA_VERSION
+from spangrad.store.operations import OPERATIONS, run_operation
+from spangrad.store.otlp import decode_request, json_to_protobuf
+from spangrad.store.records import Span
+from spangrad.store.wire import spans_to_frames
+from spangrad.store.writer import GroupWriter
+
+MAX_BODY_BYTES: Final = 64 * 2**20
+LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+NEW_SPANS_HEADER: Final = "x-spangrad-new-spans"
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+_STATUS: Final = (
+    (PermissionDeniedError, 403),
+    (LeaseLostError, 409),
+    (StoreFullError, 503),
+    (StoreLockedError, 503),
+    (SpangradError, 400),
+)
+
+
+class _Refused(Exception):
+    """A request that is answered with a status of its own."""
+
+    def __init__(self, status: int, message: str, kind: str = "StoreError") -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+
+
+def create_app(
+    store: FileStore, *, keys: Keys | None = None, allowed_hosts: Collection[str] | None = None
+) -> Starlette:
+    """The hub's application. It owns the store and closes it at shutdown.
+
+    Args:
+        store: Where everything goes.
+        keys: Who may do what; without, every caller is a trainer.
+        allowed_hosts: Names that a request's Host may have; by default loopback's without keys,
+            any with keys (a web page that gets here by DNS rebinding has no key).
+    """
+    if allowed_hosts is None and keys is None:
+        allowed_hosts = LOOPBACK_HOSTS
+    hub = _Hub(store, keys, allowed_hosts)
+    return Starlette(
+        routes=[
+            Route("/healthz", hub.answer(hub.health, None)),
+            Route("/v1/traces", hub.answer(hub.traces, Role.AGENT), methods=["POST"]),
+            Route("/api/spans", hub.answer(hub.spans, Role.EVALUATOR), methods=["POST"]),
+            *(
+                Route(f"/api/{name}", hub.answer(hub.operation(name), operation.role), methods=["POST"])
+                for name, operation in OPERATIONS.items()
+            ),
+        ],
+        lifespan=hub.lifespan,
+    )
+
+
+class _Hub:
+    def __init__(self, store: FileStore, keys: Keys | None, allowed_hosts: Collection[str] | None) -> None:
+        self._store = store
+        self._keys = keys
+        self._allowed_hosts = allowed_hosts
+        self._writer = GroupWriter(store.put_batches)
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        yield
+        await run_in_threadpool(self._writer.close)
+        await run_in_threadpool(self._store.close)
+
+    def answer(self, handler: Handler, least: Role | None) -> Handler:
+        """Check host, origin and key around a handler, and turn errors into JSON."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                self._check_host(request)
+                if least is not None:
+                    request.state.role = self._check_key(request, least)
+                return await handler(request)
+            except _Refused as error:
+                return _error(error.status, error.kind, str(error))
+            except SpangradError as error:
+                status = next(status for kind, status in _STATUS if isinstance(error, kind))
+                return _error(status, type(error).__name__, str(error))
+
+        return endpoint
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "schema_version": SCHEMA_VERSION, "has_keys": bool(self._keys)})
+
+    async def traces(self, request: Request) -> Response:
+        body = await _body(request)
+        is_json = request.headers.get("content-type", "").partition(";")[0].strip() == "application/json"
+        spans, rejected = await run_in_threadpool(_decode, body, is_json)
+        stored = self._writer.submit(spans, len(body))
+        if stored is None:
+            raise _Refused(503, "too many spans wait to be written; send them again later")
+        new = await asyncio.wrap_future(stored)
+        reply = ExportTraceServiceResponse()
+        if rejected:
+            reply.partial_success.rejected_spans = rejected
+            reply.partial_success.error_message = "spans need a trace id of 16 bytes and a span id of 8"
+        headers = {NEW_SPANS_HEADER: str(new)}
+        if is_json:
+            partial = {"rejectedSpans": str(rejected), "errorMessage": reply.partial_success.error_message}
+            return JSONResponse({"partialSuccess": partial} if rejected else {}, headers=headers)
+        return Response(reply.SerializeToString(), media_type="application/x-protobuf", headers=headers)
+
+    async def spans(self, request: Request) -> Response:
+        arguments = await _arguments(request)
+
+        def begin() -> Iterator[bytes]:
+            frames = spans_to_frames(_read_spans(self._store, arguments))
+            return chain([next(frames)], frames)  # an error here still has a status of its own
+
+        frames = await run_in_threadpool(begin)
+        return StreamingResponse(frames, media_type="application/x-spangrad-spans")
+
+    def operation(self, name: str) -> Handler:
+        async def handler(request: Request) -> Response:
+            arguments = await _arguments(request)
+            result = await run_in_threadpool(run_operation, self._store, name, arguments, request.state.role)
+            return Response(encode_json({"result": result}), media_type="application/json")
+
+        return handler
+
+    def _check_host(self, request: Request) -> None:
+        if self._allowed_hosts is None:
+            return
+        hosts = [_host_name(request.headers.get("host", ""))]
+        if origin := request.headers.get("origin"):
+            hosts.append(_host_name(origin.partition("://")[2]))
+        for host in hosts:
+            if host not in self._allowed_hosts:
+                raise _Refused(
+                    403,
+                    f"requests for host {host!r} are not answered; use one of {sorted(self._allowed_hosts)}",
+                    "PermissionDeniedError",
+                )
+
+    def _check_key(self, request: Request, least: Role) -> Role:
+        if self._keys is None:
+            return Role.TRAINER
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        role = self._keys.role_of(key.strip()) if scheme.lower() == "bearer" else None
+        if role is None:
+            raise _Refused(
+                401,
+                "this hub needs a key: send `Authorization: Bearer KEY`, or set SPANGRAD_KEY",
+                "PermissionDeniedError",
+            )
+        if role < least:
+            raise PermissionDeniedError(
+                f"{request.url.path} needs the {least.name.lower()} key, this is the {role.name.lower()} key"
+            )
+        return role
+
+
+def _decode(body: bytes, is_json: bool) -> tuple[list[Span], int]:
+    return decode_request(json_to_protobuf(body) if is_json else body)
+
+
+def _read_spans(store: FileStore, arguments: dict[str, Any]) -> Iterator[Span]:
+    try:
+        yield from store.spans(arguments.get("rollout_ids"), trace_ids=arguments.get("trace_ids"))
+    except TypeError as error:
+        raise StoreError(f"spans: the arguments do not fit: {error}") from error
+
+
+async def _arguments(request: Request) -> dict[str, Any]:
+    body = await _body(request)
+    try:
+        arguments = decode_json(body.decode()) if body else {}
+    except (ValueError, json.JSONDecodeError) as error:
+        raise StoreError(f"{len(body)} bytes are no JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise StoreError(f"an object of arguments was expected, got {arguments!r:.80}")
+    return arguments
+
+
+async def _body(request: Request) -> bytes:
+    """The body, unpacked; 413 if it is too long before or after."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", "gzip", ""):
+        raise _Refused(415, f"content-encoding {encoding!r} is unknown; send gzip or none")
+    unpack = zlib.decompressobj(16 + zlib.MAX_WBITS) if encoding == "gzip" else None
+    pieces: list[bytes] = []
+    size = 0
+    async for piece in request.stream():
+        if unpack is not None:
+            try:
+                piece = unpack.decompress(piece, MAX_BODY_BYTES + 1 - size)
+            except zlib.error as error:
+                raise StoreError(f"the body is no gzip: {error}") from error
+        size += len(piece)
+        if size > MAX_BODY_BYTES:
+            raise _Refused(413, f"the body has more than {MAX_BODY_BYTES} bytes; send smaller batches")
+        pieces.append(piece)
+    if unpack is not None and not unpack.eof:
+        raise StoreError("the body is gzip that was cut off; send it whole")
+    return b"".join(pieces)
+
+
+def _host_name(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()
+
+
+def _error(status: int, kind: str, message: str) -> Response:
+    headers = {"retry-after": "1"} if status == 503 else None
+    return JSONResponse({"error": kind, "message": message}, status, headers=headers)

@@ -1,0 +1,208 @@
+"""Brings a store's file to the schema that this spangrad reads.
+
+Knows the history of the schema: one function a version, append-only (a released one
+never changes; a test compares their result with `schema.py`). Each runs in one
+transaction together with the row that records it, so a crash leaves whole versions.
+"""
+
+import time
+from collections.abc import Callable
+
+import duckdb
+
+from spangrad.errors import SchemaVersionError
+from spangrad.store.schema import TABLES
+
+
+def m001_initial(con: duckdb.DuckDBPyConnection) -> None:
+    """Spans, calls, rollouts, rewards, policies, updates."""
+    con.execute(_INITIAL)
+
+
+MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (m001_initial,)
+SCHEMA_VERSION = len(MIGRATIONS)
+
+
+def schema_version(con: duckdb.DuckDBPyConnection) -> int:
+    """Version of the file; 0 if it is empty."""
+    known = con.execute("SELECT count(*) FROM duckdb_tables() WHERE table_name = 'schema_migrations'")
+    if known.fetchall() == [(0,)]:
+        return 0
+    return int(con.execute("SELECT coalesce(max(version), 0) FROM schema_migrations").fetchall()[0][0])
+
+
+def check_version(con: duckdb.DuckDBPyConnection, name: str) -> int:
+    """Version of the file. Raises SchemaVersionError if it is newer than this program."""
+    version = schema_version(con)
+    if version > SCHEMA_VERSION:
+        raise SchemaVersionError(
+            f"{name!r} has schema {version}, this spangrad reads up to {SCHEMA_VERSION}; "
+            "upgrade with `pip install -U spangrad`"
+        )
+    return version
+
+
+def migrate(con: duckdb.DuckDBPyConnection, name: str) -> list[int]:
+    """Apply what is missing; returns the versions applied."""
+    first = check_version(con, name) + 1
+    for version in range(first, SCHEMA_VERSION + 1):
+        step = MIGRATIONS[version - 1]
+        con.begin()
+        try:
+            con.execute(
+                "CREATE TABLE IF NOT EXISTS schema_migrations "
+                "(version INTEGER PRIMARY KEY, name VARCHAR NOT NULL, applied_ns BIGINT NOT NULL)"
+            )
+            step(con)
+            if version == SCHEMA_VERSION:
+                for table in TABLES:
+                    con.execute(";".join(table.comments()))
+            con.execute(
+                "INSERT INTO schema_migrations VALUES (?, ?, ?)", [version, step.__name__, time.time_ns()]
+            )
+            con.commit()
+        except BaseException:
+            con.rollback()
+            raise
+    return list(range(first, SCHEMA_VERSION + 1))
+
+
+_INITIAL = """
+CREATE TABLE spans (
+  trace_id VARCHAR NOT NULL,
+  span_id VARCHAR NOT NULL,
+  parent_span_id VARCHAR,
+  rollout_id VARCHAR,
+  attempt INTEGER,
+  name VARCHAR NOT NULL,
+  kind INTEGER NOT NULL,
+  start_ns UBIGINT NOT NULL,
+  end_ns UBIGINT NOT NULL,
+  status_code INTEGER NOT NULL,
+  status_message VARCHAR NOT NULL,
+  scope VARCHAR NOT NULL,
+  scope_version VARCHAR NOT NULL,
+  scope_attributes JSON NOT NULL,
+  schema_url VARCHAR NOT NULL,
+  resource JSON NOT NULL,
+  resource_schema_url VARCHAR NOT NULL,
+  attributes JSON NOT NULL,
+  events JSON NOT NULL,
+  links JSON NOT NULL,
+  trace_state VARCHAR NOT NULL,
+  flags BIGINT NOT NULL,
+  dropped_attributes BIGINT NOT NULL,
+  dropped_events BIGINT NOT NULL,
+  dropped_links BIGINT NOT NULL,
+  prompt_base VARCHAR,
+  prompt_keep INTEGER,
+  new_prompt_token_ids INTEGER[],
+  sampled_token_ids INTEGER[],
+  sampled_logprobs FLOAT[],
+  policy_versions INTEGER[],
+  message_ids VARCHAR[]
+);
+CREATE INDEX spans_trace_id ON spans (trace_id);
+CREATE TABLE messages (
+  message_id VARCHAR NOT NULL,
+  content VARCHAR NOT NULL,
+  PRIMARY KEY (message_id)
+);
+CREATE TABLE calls (
+  call_id VARCHAR NOT NULL,
+  rollout_id VARCHAR,
+  attempt INTEGER NOT NULL,
+  trace_id VARCHAR NOT NULL,
+  span_id VARCHAR NOT NULL,
+  dialect VARCHAR NOT NULL,
+  model VARCHAR,
+  grade VARCHAR NOT NULL,
+  grade_reasons VARCHAR[] NOT NULL,
+  finish_reason VARCHAR,
+  purpose VARCHAR NOT NULL,
+  step_name VARCHAR,
+  start_ns UBIGINT NOT NULL,
+  end_ns UBIGINT NOT NULL,
+  prompt_tokens BIGINT,
+  sampled_tokens BIGINT,
+  policy_version INTEGER,
+  PRIMARY KEY (call_id)
+);
+CREATE TABLE tasks (
+  task_key VARCHAR NOT NULL,
+  task JSON NOT NULL,
+  PRIMARY KEY (task_key)
+);
+CREATE TABLE rollouts (
+  seq BIGINT NOT NULL,
+  rollout_id VARCHAR NOT NULL,
+  task_id VARCHAR,
+  task_key VARCHAR,
+  group_id VARCHAR,
+  run_id VARCHAR,
+  split VARCHAR NOT NULL,
+  attempt INTEGER NOT NULL,
+  max_attempts INTEGER NOT NULL,
+  status VARCHAR NOT NULL,
+  policy_version INTEGER,
+  worker VARCHAR,
+  lease_until_ns BIGINT,
+  enqueued_ns BIGINT NOT NULL,
+  started_ns BIGINT,
+  ended_ns BIGINT,
+  output JSON,
+  error_type VARCHAR,
+  error VARCHAR,
+  consumed_run VARCHAR,
+  consumed_by INTEGER,
+  is_recorded BOOLEAN NOT NULL,
+  PRIMARY KEY (rollout_id)
+);
+CREATE TABLE rewards (
+  reward_id VARCHAR NOT NULL,
+  rollout_id VARCHAR NOT NULL,
+  attempt INTEGER,
+  call_id VARCHAR,
+  name VARCHAR NOT NULL,
+  value DOUBLE NOT NULL,
+  author VARCHAR NOT NULL,
+  explanation VARCHAR,
+  time_ns BIGINT NOT NULL,
+  PRIMARY KEY (reward_id)
+);
+CREATE TABLE policies (
+  run_id VARCHAR NOT NULL,
+  policy_version INTEGER NOT NULL,
+  path VARCHAR NOT NULL,
+  time_ns BIGINT NOT NULL,
+  parent_version INTEGER,
+  note VARCHAR NOT NULL,
+  PRIMARY KEY (run_id, policy_version)
+);
+CREATE TABLE updates (
+  run_id VARCHAR NOT NULL,
+  update_index INTEGER NOT NULL,
+  policy_version INTEGER NOT NULL,
+  rollout_ids VARCHAR[] NOT NULL,
+  checkpoint VARCHAR NOT NULL,
+  time_ns BIGINT NOT NULL,
+  PRIMARY KEY (run_id, update_index)
+);
+CREATE TABLE update_samples (
+  run_id VARCHAR NOT NULL,
+  update_index INTEGER NOT NULL,
+  rollout_id VARCHAR NOT NULL,
+  call_id VARCHAR NOT NULL,
+  attempt INTEGER NOT NULL,
+  advantage DOUBLE NOT NULL,
+  trained_tokens BIGINT NOT NULL,
+  policy_version INTEGER,
+  staleness INTEGER
+);
+CREATE TABLE metrics (
+  run_id VARCHAR NOT NULL,
+  update_index INTEGER NOT NULL,
+  name VARCHAR NOT NULL,
+  value DOUBLE NOT NULL
+);
+"""

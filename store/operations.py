@@ -1,0 +1,126 @@
+"""What can be asked of a hub besides sending spans: one function an operation.
+
+Knows `FileStore` and the wire form; knows no HTTP. `OPERATIONS` is the whole API.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from spangrad.errors import StoreError
+from spangrad.store.file_store import FileStore
+from spangrad.store.keys import Role
+from spangrad.store.records import Policy, Reward, RewardAuthor, Rollout, Update
+from spangrad.store.wire import record_from_wire, record_to_wire, records_from_wire, status_from_wire
+
+Arguments = dict[str, Any]
+
+_AUTHORS: Final = {
+    Role.AGENT: RewardAuthor.AGENT,
+    Role.EVALUATOR: RewardAuthor.EVALUATOR,
+    Role.TRAINER: RewardAuthor.OPERATOR,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation and the least role that may use it."""
+
+    role: Role
+    run: Callable[[FileStore, Arguments, Role], Any]
+
+
+def _enqueue(store: FileStore, arguments: Arguments, role: Role) -> int:
+    return store.enqueue(records_from_wire(Rollout, arguments.get("rollouts")))
+
+
+def _claim(store: FileStore, arguments: Arguments, role: Role) -> list[dict[str, Any]]:
+    return [record_to_wire(rollout) for rollout in store.claim(**arguments)]
+
+
+def _heartbeat(store: FileStore, arguments: Arguments, role: Role) -> list[str]:
+    pairs = [(rollout_id, attempt) for rollout_id, attempt in arguments.pop("rollouts", ())]
+    return store.heartbeat(pairs, **arguments)
+
+
+def _finish(store: FileStore, arguments: Arguments, role: Role) -> None:
+    store.finish(**_with_status(arguments))
+
+
+def _put_rewards(store: FileStore, arguments: Arguments, role: Role) -> int:
+    return store.put_rewards(records_from_wire(Reward, arguments.get("rewards")), author=_AUTHORS[role])
+
+
+def _rollouts(store: FileStore, arguments: Arguments, role: Role) -> list[dict[str, Any]]:
+    return [record_to_wire(rollout) for rollout in store.rollouts(**_with_status(arguments))]
+
+
+def _rewards(store: FileStore, arguments: Arguments, role: Role) -> list[dict[str, Any]]:
+    return [record_to_wire(reward) for reward in store.rewards(**arguments)]
+
+
+def _commit_update(store: FileStore, arguments: Arguments, role: Role) -> bool:
+    return store.commit_update(record_from_wire(Update, arguments.get("update")))
+
+
+def _last_update(store: FileStore, arguments: Arguments, role: Role) -> dict[str, Any] | None:
+    found = store.last_update(**arguments)
+    return None if found is None else record_to_wire(found)
+
+
+def _updates(store: FileStore, arguments: Arguments, role: Role) -> list[dict[str, Any]]:
+    return [record_to_wire(update) for update in store.updates(**arguments)]
+
+
+def _put_policy(store: FileStore, arguments: Arguments, role: Role) -> None:
+    store.put_policy(record_from_wire(Policy, arguments.get("policy")))
+
+
+def _policies(store: FileStore, arguments: Arguments, role: Role) -> list[dict[str, Any]]:
+    return [record_to_wire(policy) for policy in store.policies(**arguments)]
+
+
+def _put_calls(store: FileStore, arguments: Arguments, role: Role) -> int:
+    return store.put_calls(**arguments)
+
+
+def _query(store: FileStore, arguments: Arguments, role: Role) -> list[dict[str, Any]]:
+    return store.query(**arguments)
+
+
+def _stats(store: FileStore, arguments: Arguments, role: Role) -> dict[str, int]:
+    return store.stats()
+
+
+def _with_status(arguments: Arguments) -> Arguments:
+    status = arguments.get("status")
+    return arguments if status is None else arguments | {"status": status_from_wire(status)}
+
+
+OPERATIONS: Final[Mapping[str, Operation]] = {
+    "claim": Operation(Role.EVALUATOR, _claim),
+    "commit_update": Operation(Role.TRAINER, _commit_update),
+    "enqueue": Operation(Role.TRAINER, _enqueue),
+    "finish": Operation(Role.EVALUATOR, _finish),
+    "heartbeat": Operation(Role.EVALUATOR, _heartbeat),
+    "last_update": Operation(Role.EVALUATOR, _last_update),
+    "policies": Operation(Role.EVALUATOR, _policies),
+    "put_calls": Operation(Role.TRAINER, _put_calls),
+    "put_policy": Operation(Role.TRAINER, _put_policy),
+    "put_rewards": Operation(Role.EVALUATOR, _put_rewards),
+    "query": Operation(Role.EVALUATOR, _query),
+    "rewards": Operation(Role.EVALUATOR, _rewards),
+    "rollouts": Operation(Role.EVALUATOR, _rollouts),
+    "stats": Operation(Role.EVALUATOR, _stats),
+    "updates": Operation(Role.EVALUATOR, _updates),
+}
+
+
+def run_operation(store: FileStore, name: str, arguments: Any, role: Role) -> Any:
+    """Run an operation that the role may use. Raises StoreError if the arguments do not fit."""
+    if not isinstance(arguments, dict):
+        raise StoreError(f"{name}: an object of arguments was expected, got {arguments!r:.80}")
+    try:
+        return OPERATIONS[name].run(store, arguments, role)
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"{name}: the arguments do not fit: {error}") from error

@@ -1,0 +1,244 @@
+"""Span <-> OTLP, both ways.
+
+Knows the protobuf messages of `opentelemetry-proto` and the JSON form of OTLP. Knows no
+tables. Invariant: `decode_request(encode_request(spans))` gives the spans back, but for
+what OTLP has no field for (`rollout_id` and `attempt` of spans that inherited them).
+"""
+
+import base64
+import binascii
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from google.protobuf import json_format  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Status
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanProto
+
+from spangrad.errors import StoreError
+from spangrad.store.records import Span, SpanEvent
+from spangrad.tracer import conventions
+
+
+def decode_request(request: bytes) -> tuple[list[Span], int]:
+    """Spans of an `ExportTraceServiceRequest`, and how many had no valid id and were left out.
+
+    Raises StoreError if the bytes are no such message.
+    """
+    try:
+        message = ExportTraceServiceRequest.FromString(request)
+    except DecodeError as error:
+        raise StoreError(f"{len(request)} bytes are no OTLP ExportTraceServiceRequest: {error}") from error
+    spans: list[Span] = []
+    rejected = 0
+    for resource_spans in message.resource_spans:
+        resource = _from_pairs(resource_spans.resource.attributes)
+        for scope_spans in resource_spans.scope_spans:
+            common = {
+                "resource": resource,
+                "resource_schema_url": resource_spans.schema_url,
+                "scope": scope_spans.scope.name,
+                "scope_version": scope_spans.scope.version,
+                "scope_attributes": _from_pairs(scope_spans.scope.attributes),
+                "schema_url": scope_spans.schema_url,
+            }
+            for proto in scope_spans.spans:
+                if _is_id(proto.trace_id, 16) and _is_id(proto.span_id, 8):
+                    spans.append(_from_proto(proto, common))
+                else:
+                    rejected += 1
+    return spans, rejected
+
+
+def encode_request(spans: Iterable[Span]) -> bytes:
+    """OTLP protobuf of spans; neighbours with equal resource and scope share a block."""
+    message = ExportTraceServiceRequest()
+    last: tuple[Any, ...] | None = None
+    block: ScopeSpans | None = None
+    for span in spans:
+        origin = (
+            span.resource,
+            span.resource_schema_url,
+            span.scope,
+            span.scope_version,
+            span.scope_attributes,
+            span.schema_url,
+        )
+        if block is None or origin != last:
+            last = origin
+            resource_spans = message.resource_spans.add(schema_url=span.resource_schema_url)
+            resource_spans.resource.attributes.extend(_to_pairs(span.resource))
+            block = resource_spans.scope_spans.add(schema_url=span.schema_url)
+            block.scope.name = span.scope
+            block.scope.version = span.scope_version
+            block.scope.attributes.extend(_to_pairs(span.scope_attributes))
+        block.spans.append(_to_proto(span))
+    return bytes(message.SerializeToString())
+
+
+def json_to_protobuf(request: bytes) -> bytes:
+    """Protobuf bytes of a request in OTLP's JSON form (hex ids, enums as numbers)."""
+    try:
+        data = json.loads(request)
+        for resource_spans in _items(data, "resourceSpans", "resource_spans"):
+            for scope_spans in _items(resource_spans, "scopeSpans", "scope_spans"):
+                for span in _items(scope_spans, "spans"):
+                    _ids_to_base64(span)
+                    for link in _items(span, "links"):
+                        _ids_to_base64(link)
+        message = json_format.ParseDict(data, ExportTraceServiceRequest(), ignore_unknown_fields=True)
+    except (ValueError, TypeError, AttributeError, RecursionError, json_format.ParseError) as error:
+        raise StoreError(f"{len(request)} bytes are no OTLP request in JSON: {error}") from error
+    return bytes(message.SerializeToString())
+
+
+def _items(data: Any, *names: str) -> Sequence[dict[str, Any]]:
+    if not isinstance(data, dict):
+        raise TypeError(f"an object was expected, got {data!r:.40}")
+    for name in names:
+        if name in data:
+            return data[name] or []
+    return []
+
+
+def _ids_to_base64(data: dict[str, Any]) -> None:
+    for name in ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id"):
+        if data.get(name):
+            data[name] = base64.b64encode(binascii.unhexlify(data[name])).decode("ascii")
+
+
+def _is_id(value: bytes, length: int) -> bool:
+    return len(value) == length and any(value)
+
+
+def _from_proto(proto: SpanProto, common: Mapping[str, Any]) -> Span:
+    attributes = _from_pairs(proto.attributes)
+    rollout_id = attributes.get(conventions.ROLLOUT_ID)
+    attempt = attributes.get(conventions.ATTEMPT)
+    has_rollout = isinstance(rollout_id, str) and rollout_id != ""
+    return Span(
+        trace_id=proto.trace_id.hex(),
+        span_id=proto.span_id.hex(),
+        parent_span_id=proto.parent_span_id.hex() or None,
+        name=proto.name,
+        kind=proto.kind,
+        start_ns=proto.start_time_unix_nano,
+        end_ns=proto.end_time_unix_nano,
+        status_code=proto.status.code,
+        status_message=proto.status.message,
+        attributes=attributes,
+        events=tuple(
+            SpanEvent(e.name, e.time_unix_nano, _from_pairs(e.attributes), e.dropped_attributes_count)
+            for e in proto.events
+        ),
+        links=tuple(_from_link(link) for link in proto.links),
+        trace_state=proto.trace_state,
+        flags=proto.flags,
+        dropped_attributes=proto.dropped_attributes_count,
+        dropped_events=proto.dropped_events_count,
+        dropped_links=proto.dropped_links_count,
+        rollout_id=str(rollout_id) if has_rollout else None,
+        attempt=attempt if has_rollout and _is_small_int(attempt) else None,
+        **common,
+    )
+
+
+def _is_small_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _from_link(link: SpanProto.Link) -> dict[str, Any]:
+    return {
+        "trace_id": link.trace_id.hex(),
+        "span_id": link.span_id.hex(),
+        "trace_state": link.trace_state,
+        "attributes": _from_pairs(link.attributes),
+        "dropped_attributes": link.dropped_attributes_count,
+        "flags": link.flags,
+    }
+
+
+def _from_pairs(pairs: Iterable[KeyValue]) -> dict[str, Any]:
+    return {pair.key: _from_value(pair.value) for pair in pairs}
+
+
+def _from_value(value: AnyValue) -> Any:
+    kind = value.WhichOneof("value")
+    if kind is None:
+        return None
+    if kind == "array_value":
+        return [_from_value(item) for item in value.array_value.values]
+    if kind == "kvlist_value":
+        return _from_pairs(value.kvlist_value.values)
+    return getattr(value, kind)
+
+
+def _to_proto(span: Span) -> SpanProto:
+    proto = SpanProto(
+        trace_id=bytes.fromhex(span.trace_id),
+        span_id=bytes.fromhex(span.span_id),
+        parent_span_id=bytes.fromhex(span.parent_span_id or ""),
+        trace_state=span.trace_state,
+        flags=span.flags,
+        name=span.name,
+        start_time_unix_nano=span.start_ns,
+        end_time_unix_nano=span.end_ns,
+        attributes=_to_pairs(span.attributes),
+        dropped_attributes_count=span.dropped_attributes,
+        dropped_events_count=span.dropped_events,
+        dropped_links_count=span.dropped_links,
+    )
+    # Numbers beyond the known enum values are legal on the wire, hence not in the constructor.
+    proto.kind = span.kind  # type: ignore[assignment]
+    if span.status_code or span.status_message:
+        proto.status.CopyFrom(Status(message=span.status_message))
+        proto.status.code = span.status_code  # type: ignore[assignment]
+    for event in span.events:
+        proto.events.add(
+            name=event.name,
+            time_unix_nano=event.time_ns,
+            attributes=_to_pairs(event.attributes),
+            dropped_attributes_count=event.dropped_attributes,
+        )
+    for link in span.links:
+        proto.links.add(
+            trace_id=bytes.fromhex(link["trace_id"]),
+            span_id=bytes.fromhex(link["span_id"]),
+            trace_state=link.get("trace_state", ""),
+            attributes=_to_pairs(link.get("attributes", {})),
+            dropped_attributes_count=link.get("dropped_attributes", 0),
+            flags=link.get("flags", 0),
+        )
+    return proto
+
+
+def _to_pairs(attributes: Mapping[str, Any]) -> list[KeyValue]:
+    return [KeyValue(key=key, value=_to_value(value)) for key, value in attributes.items()]
+
+
+def _to_value(value: Any) -> AnyValue:
+    if value is None:
+        return AnyValue()
+    if isinstance(value, str):
+        return AnyValue(string_value=value)
+    if isinstance(value, bool):
+        return AnyValue(bool_value=value)
+    if isinstance(value, int):
+        return AnyValue(int_value=value)
+    if isinstance(value, float):
+        return AnyValue(double_value=value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return AnyValue(bytes_value=bytes(value))
+    result = AnyValue()
+    if isinstance(value, Mapping):
+        result.kvlist_value.SetInParent()
+        result.kvlist_value.values.extend(_to_pairs(value))
+        return result
+    if isinstance(value, Sequence):
+        result.array_value.SetInParent()
+        result.array_value.values.extend(_to_value(item) for item in value)
+        return result
+    raise StoreError(f"attribute value {value!r} of type {type(value).__name__} has no OTLP form")

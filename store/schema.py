@@ -1,0 +1,253 @@
+"""The tables of a store, declared once.
+
+Knows names, types and what each column means; renders DDL from that. Knows no
+connection: `migrations.py` brings a file to this state, and a test holds the two
+together. A change here needs a new migration.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column. `type` is a DuckDB type."""
+
+    name: str
+    type: str
+    doc: str
+    nullable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table, its key and its indexes."""
+
+    name: str
+    doc: str
+    columns: tuple[Column, ...]
+    key: tuple[str, ...] = ()
+    indexes: tuple[str, ...] = ()
+
+    def ddl(self) -> list[str]:
+        """The statements that create the table."""
+        lines = [f"{c.name} {c.type}{'' if c.nullable else ' NOT NULL'}" for c in self.columns]
+        if self.key:
+            lines.append(f"PRIMARY KEY ({', '.join(self.key)})")
+        create = f"CREATE TABLE {self.name} (\n  " + ",\n  ".join(lines) + "\n)"
+        return [create, *(f"CREATE INDEX {self.name}_{c} ON {self.name} ({c})" for c in self.indexes)]
+
+    def comments(self) -> list[str]:
+        """The statements that attach the docs, for whoever looks at the file with another tool."""
+        statements = [f"COMMENT ON TABLE {self.name} IS {_quoted(self.doc)}"]
+        for column in self.columns:
+            statements.append(f"COMMENT ON COLUMN {self.name}.{column.name} IS {_quoted(column.doc)}")
+        return statements
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+SPANS = Table(
+    "spans",
+    "One OpenTelemetry span, lossless. Unique by (trace_id, span_id): the one writer sees to it.",
+    (
+        Column("trace_id", "VARCHAR", "32 hex digits"),
+        Column("span_id", "VARCHAR", "16 hex digits"),
+        Column("parent_span_id", "VARCHAR", "16 hex digits; NULL on a root", True),
+        Column("rollout_id", "VARCHAR", "own attribute, or the nearest ancestor's", True),
+        Column("attempt", "INTEGER", "attempt of that rollout", True),
+        Column("name", "VARCHAR", "span name"),
+        Column("kind", "INTEGER", "OTLP SpanKind: 1 internal, 2 server, 3 client"),
+        Column("start_ns", "UBIGINT", "Unix time, ns"),
+        Column("end_ns", "UBIGINT", "Unix time, ns"),
+        Column("status_code", "INTEGER", "0 unset, 1 ok, 2 error"),
+        Column("status_message", "VARCHAR", "error text"),
+        Column("scope", "VARCHAR", "instrumentation scope"),
+        Column("scope_version", "VARCHAR", "version of the scope"),
+        Column("scope_attributes", "JSON", "attributes of the scope"),
+        Column("schema_url", "VARCHAR", "schema of the scope's spans"),
+        Column("resource", "JSON", "attributes of the resource"),
+        Column("resource_schema_url", "VARCHAR", "schema of the resource"),
+        Column(
+            "attributes", "JSON", "all attributes; $column, $messages and $bytes stand for what is elsewhere"
+        ),
+        Column("events", "JSON", "list of name, time_ns, attributes, dropped"),
+        Column("links", "JSON", "list of links"),
+        Column("trace_state", "VARCHAR", "W3C tracestate"),
+        Column("flags", "BIGINT", "OTLP flags"),
+        Column("dropped_attributes", "BIGINT", "dropped by the SDK"),
+        Column("dropped_events", "BIGINT", "dropped by the SDK"),
+        Column("dropped_links", "BIGINT", "dropped by the SDK"),
+        Column("prompt_base", "VARCHAR", "trace_id-span_id of the call whose ids the prompt repeats", True),
+        Column("prompt_keep", "INTEGER", "how many ids of that call's prompt + sampled ids it repeats", True),
+        Column("new_prompt_token_ids", "INTEGER[]", "the prompt's ids behind those", True),
+        Column("sampled_token_ids", "INTEGER[]", "ids that the engine sampled (choice 0)", True),
+        Column("sampled_logprobs", "FLOAT[]", "behaviour logprobs, nats (choice 0)", True),
+        Column("policy_versions", "INTEGER[]", "version that sampled each id (choice 0)", True),
+        Column(
+            "message_ids", "VARCHAR[]", "messages that this span was the first of its chain to show", True
+        ),
+    ),
+    indexes=("trace_id",),
+)
+
+MESSAGES = Table(
+    "messages",
+    "Chat messages and tool definitions, each stored once.",
+    (
+        Column("message_id", "VARCHAR", "BLAKE2b-128 of the content, hex"),
+        Column("content", "VARCHAR", "one element of a gen_ai.* JSON array, byte for byte"),
+    ),
+    key=("message_id",),
+)
+
+CALLS = Table(
+    "calls",
+    "One model call, normalised from one or more spans by the adapters; can be rebuilt from spans.",
+    (
+        Column("call_id", "VARCHAR", "trace_id-span_id of the span that names the call"),
+        Column("rollout_id", "VARCHAR", "rollout that made it", True),
+        Column("attempt", "INTEGER", "attempt of that rollout"),
+        Column("trace_id", "VARCHAR", "trace of the span"),
+        Column("span_id", "VARCHAR", "the span"),
+        Column("dialect", "VARCHAR", "span dialect that was read"),
+        Column("model", "VARCHAR", "model", True),
+        Column("grade", "VARCHAR", "exact, ids, text or unusable"),
+        Column("grade_reasons", "VARCHAR[]", "why it is not better"),
+        Column("finish_reason", "VARCHAR", "of choice 0", True),
+        Column("purpose", "VARCHAR", "agent, title, summary, judge, embedding, other"),
+        Column("step_name", "VARCHAR", "step of the agent", True),
+        Column("start_ns", "UBIGINT", "Unix time, ns"),
+        Column("end_ns", "UBIGINT", "Unix time, ns"),
+        Column("prompt_tokens", "BIGINT", "tokens of the prompt", True),
+        Column("sampled_tokens", "BIGINT", "tokens sampled, all choices", True),
+        Column("policy_version", "INTEGER", "lowest version that sampled a token of it", True),
+    ),
+    key=("call_id",),
+)
+
+TASKS = Table(
+    "tasks",
+    "What agents are asked; the rollouts of a group share one row.",
+    (
+        Column("task_key", "VARCHAR", "BLAKE2b-128 of the content, hex"),
+        Column("task", "JSON", "the task"),
+    ),
+    key=("task_key",),
+)
+
+ROLLOUTS = Table(
+    "rollouts",
+    "One run of an agent on one task: the queue, and what became of it.",
+    (
+        Column("seq", "BIGINT", "order of enqueueing"),
+        Column("rollout_id", "VARCHAR", "name of the rollout"),
+        Column("task_id", "VARCHAR", "name of the task", True),
+        Column("task_key", "VARCHAR", "row in tasks", True),
+        Column("group_id", "VARCHAR", "rollouts that are compared with each other", True),
+        Column("run_id", "VARCHAR", "training run that asked for it", True),
+        Column("split", "VARCHAR", "train, eval, expert, ...; recorded: only seen in spans"),
+        Column("attempt", "INTEGER", "current attempt, from 0"),
+        Column("max_attempts", "INTEGER", "attempts allowed"),
+        Column("status", "VARCHAR", "queued, running, succeeded, failed"),
+        Column("policy_version", "INTEGER", "current when it was claimed", True),
+        Column("worker", "VARCHAR", "who claimed it last", True),
+        Column("lease_until_ns", "BIGINT", "Unix time, ns; only while running", True),
+        Column("enqueued_ns", "BIGINT", "Unix time, ns"),
+        Column("started_ns", "BIGINT", "of the current attempt", True),
+        Column("ended_ns", "BIGINT", "of the current attempt", True),
+        Column("output", "JSON", "what the agent returned", True),
+        Column("error_type", "VARCHAR", "error of the last attempt that failed", True),
+        Column("error", "VARCHAR", "its text", True),
+        Column("consumed_run", "VARCHAR", "run of the update that consumed it", True),
+        Column("consumed_by", "INTEGER", "index of the update that consumed it", True),
+        Column("is_recorded", "BOOLEAN", "nobody enqueued it: known from its spans"),
+    ),
+    key=("rollout_id",),
+)
+
+REWARDS = Table(
+    "rewards",
+    "Numbers given for a rollout or a call. Later rows of the same name and author correct earlier ones.",
+    (
+        Column("reward_id", "VARCHAR", "hash of what was sent: the same reward twice is one row"),
+        Column("rollout_id", "VARCHAR", "rollout"),
+        Column("attempt", "INTEGER", "attempt of the rollout", True),
+        Column("call_id", "VARCHAR", "NULL: for the whole rollout", True),
+        Column("name", "VARCHAR", "name of the reward"),
+        Column("value", "DOUBLE", "reward units"),
+        Column("author", "VARCHAR", "agent, evaluator or operator; by key, never by claim"),
+        Column("explanation", "VARCHAR", "why", True),
+        Column("time_ns", "BIGINT", "Unix time, ns"),
+    ),
+    key=("reward_id",),
+)
+
+POLICIES = Table(
+    "policies",
+    "Published versions of a policy.",
+    (
+        Column("run_id", "VARCHAR", "training run"),
+        Column("policy_version", "INTEGER", "+1 for every publish"),
+        Column("path", "VARCHAR", "folder of the weights"),
+        Column("time_ns", "BIGINT", "Unix time, ns"),
+        Column("parent_version", "INTEGER", "version it was trained from", True),
+        Column("note", "VARCHAR", "free text"),
+    ),
+    key=("run_id", "policy_version"),
+)
+
+UPDATES = Table(
+    "updates",
+    "One optimizer step; committed in one transaction with everything it consumed.",
+    (
+        Column("run_id", "VARCHAR", "training run"),
+        Column("update_index", "INTEGER", "0, 1, 2, ... without a gap"),
+        Column("policy_version", "INTEGER", "version that it produced"),
+        Column("rollout_ids", "VARCHAR[]", "everything consumed: trained, filtered or dropped"),
+        Column("checkpoint", "VARCHAR", "folder with the state after the update"),
+        Column("time_ns", "BIGINT", "Unix time, ns"),
+    ),
+    key=("run_id", "update_index"),
+)
+
+UPDATE_SAMPLES = Table(
+    "update_samples",
+    "Lineage: the calls that an update trained on.",
+    (
+        Column("run_id", "VARCHAR", "training run"),
+        Column("update_index", "INTEGER", "update"),
+        Column("rollout_id", "VARCHAR", "rollout"),
+        Column("call_id", "VARCHAR", "call"),
+        Column("attempt", "INTEGER", "attempt of the rollout"),
+        Column("advantage", "DOUBLE", "mean over the call's trained tokens"),
+        Column("trained_tokens", "BIGINT", "tokens with a loss"),
+        Column("policy_version", "INTEGER", "version that sampled it", True),
+        Column("staleness", "INTEGER", "in updates", True),
+    ),
+)
+
+METRICS = Table(
+    "metrics",
+    "Numbers of an update.",
+    (
+        Column("run_id", "VARCHAR", "training run"),
+        Column("update_index", "INTEGER", "update"),
+        Column("name", "VARCHAR", "area/name"),
+        Column("value", "DOUBLE", "value"),
+    ),
+)
+
+TABLES = (
+    SPANS,
+    MESSAGES,
+    CALLS,
+    TASKS,
+    ROLLOUTS,
+    REWARDS,
+    POLICIES,
+    UPDATES,
+    UPDATE_SAMPLES,
+    METRICS,
+)

@@ -1,0 +1,1 @@
+"""spangrad.store.tables: what `FileStore` does to each group of tables."""

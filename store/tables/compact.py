@@ -1,0 +1,265 @@
+"""What a span's attributes look like in the table: only what is new.
+
+Turn k of an agent repeats turns 1..k-1. So token ids are stored as a difference to an
+earlier call of the same rollout, and arrays of messages as references to `messages`,
+again as a difference to an earlier call's references. `expand.py` undoes it.
+
+    attributes JSON                                   columns
+    "spangrad.prompt_token_ids": {"$column": "new_prompt_token_ids"}   prompt_base, prompt_keep, new_...
+    "gen_ai.input.messages":     {"$messages": {...}}                  message_ids
+
+Knows spans and an index of recent calls; knows no connection. Invariants:
+
+* what can't be put together again byte for byte stays in the JSON as it came;
+* the index only makes rows smaller: forgetting any of it changes no result of a read;
+* a base is always a span stored before, or earlier in the same transaction.
+"""
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spangrad.store.encoding import json_text, tagged
+from spangrad.store.records import Span
+from spangrad.tracer import conventions
+
+MESSAGE_ATTRIBUTES: Final = (
+    conventions.INPUT_MESSAGES,
+    conventions.OUTPUT_MESSAGES,
+    conventions.TOOL_DEFINITIONS,
+)
+INT_COLUMNS: Final[Mapping[str, str]] = {
+    conventions.SAMPLED_TOKEN_IDS: "sampled_token_ids",
+    conventions.POLICY_VERSIONS: "policy_versions",
+}
+CALLS_PER_ROLLOUT = 8
+INDEX_BYTES = 128 * 2**20
+KNOWN_MESSAGES = 200_000
+
+_SEPARATOR = re.compile(r"[ \t\n\r]*,[ \t\n\r]*")
+_decode_at = json.JSONDecoder().raw_decode
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class MessageArray:
+    """A JSON array as it came: its text, its elements' ids and what stands between them."""
+
+    text: str
+    ids: Sequence[str]
+    separator: str
+
+
+@dataclass(slots=True)
+class _Call:
+    key: str
+    token_ids: Ints
+    arrays: dict[str, MessageArray] = field(default_factory=dict)
+
+    def size_bytes(self) -> int:
+        return self.token_ids.nbytes + sum(len(a.text) + 100 * len(a.ids) for a in self.arrays.values())
+
+
+class Compactor:
+    """Packs attributes, remembering the last calls of each rollout."""
+
+    def __init__(self, index_bytes: int = INDEX_BYTES) -> None:
+        """Start with an empty index of at most about `index_bytes`."""
+        self._index_bytes = index_bytes
+        self.forget()
+
+    def forget(self) -> None:
+        """Empty the index: after a transaction that did not commit."""
+        self._calls: OrderedDict[str, list[_Call]] = OrderedDict()
+        self._size_bytes = 0
+        self._messages: OrderedDict[str, None] = OrderedDict()
+
+    def pack(self, span: Span, rollout: str) -> tuple[dict[str, Any], dict[str, str]]:
+        """Columns of a span's attributes, and the messages that they refer to and that may be new."""
+        earlier = self._calls.get(rollout, ())
+        call = _Call(f"{span.trace_id}-{span.span_id}", np.empty(0, np.int32))
+        columns: dict[str, Any] = {"message_ids": None}
+        contents: dict[str, str] = {}
+        document: dict[str, Any] = {}
+        for name, value in span.attributes.items():
+            packed = self._pack_one(name, value, call, earlier, columns, contents)
+            document[name] = tagged(value) if packed is None else packed
+        columns["attributes"] = json_text(document)
+        if call.arrays or call.token_ids.size:
+            if columns.get("sampled_token_ids") is not None:
+                call.token_ids = np.concatenate([call.token_ids, columns["sampled_token_ids"]])
+            self._remember(rollout, call)
+        return columns, self._unknown(contents)
+
+    def _pack_one(
+        self,
+        name: str,
+        value: Any,
+        call: _Call,
+        earlier: Sequence[_Call],
+        columns: dict[str, Any],
+        contents: dict[str, str],
+    ) -> dict[str, Any] | None:
+        if isinstance(value, bytes):
+            return _pack_bytes(name, value, call, earlier, columns)
+        if name in MESSAGE_ATTRIBUTES and isinstance(value, str):
+            return _pack_messages(name, value, call, earlier, columns, contents)
+        return None
+
+    def _remember(self, rollout: str, call: _Call) -> None:
+        calls = self._calls.setdefault(rollout, [])
+        self._calls.move_to_end(rollout)
+        calls.append(call)
+        self._size_bytes += call.size_bytes()
+        if len(calls) > CALLS_PER_ROLLOUT:
+            self._size_bytes -= calls.pop(0).size_bytes()
+        while self._size_bytes > self._index_bytes and self._calls:
+            _, dropped = self._calls.popitem(last=False)
+            self._size_bytes -= sum(old.size_bytes() for old in dropped)
+
+    def _unknown(self, contents: dict[str, str]) -> dict[str, str]:
+        unknown = {key: text for key, text in contents.items() if key not in self._messages}
+        for key in contents:
+            self._messages[key] = None
+            self._messages.move_to_end(key)
+        while len(self._messages) > KNOWN_MESSAGES:
+            self._messages.popitem(last=False)
+        return unknown
+
+
+def message_id(content: str) -> str:
+    """Content hash that names a message."""
+    return blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def _pack_bytes(
+    name: str, value: bytes, call: _Call, earlier: Sequence[_Call], columns: dict[str, Any]
+) -> dict[str, Any] | None:
+    if len(value) % 4:
+        return None
+    if name == conventions.SAMPLED_LOGPROBS:
+        logprobs = np.frombuffer(value, "<f4")
+        if np.isnan(logprobs).any():
+            return None
+        columns["sampled_logprobs"] = logprobs
+        return {"$column": "sampled_logprobs"}
+    if name == conventions.PROMPT_TOKEN_IDS:
+        call.token_ids = np.frombuffer(value, "<i4")
+        base, keep = _longest_ids(call.token_ids, earlier)
+        columns["prompt_base"] = base
+        columns["prompt_keep"] = keep if base else None
+        columns["new_prompt_token_ids"] = call.token_ids[keep:]
+        return {"$column": "new_prompt_token_ids"}
+    if column := INT_COLUMNS.get(name):
+        columns[column] = np.frombuffer(value, "<i4")
+        return {"$column": column}
+    return None
+
+
+def _longest_ids(token_ids: Ints, earlier: Sequence[_Call]) -> tuple[str | None, int]:
+    base, keep = None, 0
+    for call in reversed(earlier):
+        length = min(call.token_ids.size, token_ids.size)
+        if length <= keep:
+            continue
+        differs = call.token_ids[:length] != token_ids[:length]
+        shared = int(differs.argmax()) if differs.any() else length
+        if shared > keep:
+            base, keep = call.key, shared
+    return base, keep
+
+
+def _pack_messages(
+    name: str,
+    text: str,
+    call: _Call,
+    earlier: Sequence[_Call],
+    columns: dict[str, Any],
+    contents: dict[str, str],
+) -> dict[str, Any] | None:
+    known = [(other.key, other.arrays[name]) for other in earlier if name in other.arrays]
+    array = parse_array(text, [array for _, array in known], contents)
+    if array is None:
+        return None
+    base, keep = _longest_list(array.ids, known)
+    call.arrays[name] = array
+    new = list(array.ids[keep:])
+    stored = columns["message_ids"] = columns["message_ids"] or []
+    reference: dict[str, Any] = {"from": len(stored), "new": len(new), "sep": array.separator}
+    if base:
+        reference |= {"base": base, "keep": keep}
+    stored.extend(new)
+    return {"$messages": reference}
+
+
+def _longest_list(ids: Sequence[str], known: Sequence[tuple[str, MessageArray]]) -> tuple[str | None, int]:
+    base, keep = None, 0
+    for key, array in reversed(known):
+        shared = 0
+        for mine, other in zip(ids, array.ids, strict=False):
+            if mine != other:
+                break
+            shared += 1
+        if shared > keep:
+            base, keep = key, shared
+    return base, keep
+
+
+def parse_array(text: str, known: Sequence[MessageArray], contents: dict[str, str]) -> MessageArray | None:
+    """Split a JSON array; None if its bytes can't be put together again from its elements.
+
+    Elements that `contents` lacks are added to it. What a known array begins with is not parsed again.
+    """
+    if not text.startswith("[") or not text.endswith("]"):
+        return None
+    start = max(
+        (a for a in known if len(a.text) <= len(text) and text.startswith(a.text[:-1])),
+        key=lambda a: len(a.text),
+        default=None,
+    )
+    if start is not None:
+        if start.text == text:
+            return start
+        longer = _continue(text, start, contents)
+        if longer is not None:
+            return longer
+    return _elements(text, 1, [], None, contents)
+
+
+def _continue(text: str, start: MessageArray, contents: dict[str, str]) -> MessageArray | None:
+    position = len(start.text) - 1
+    match = _SEPARATOR.match(text, position)
+    if match is None or (len(start.ids) > 1 and match.group() != start.separator):
+        return None
+    return _elements(text, match.end(), list(start.ids), match.group(), contents)
+
+
+def _elements(
+    text: str, position: int, ids: list[str], separator: str | None, contents: dict[str, str]
+) -> MessageArray | None:
+    found: dict[str, str] = {}
+    while True:
+        try:
+            _, end = _decode_at(text, position)
+        except (ValueError, RecursionError):
+            return None
+        element = text[position:end]
+        key = message_id(element)
+        found[key] = element
+        ids.append(key)
+        if end == len(text) - 1:
+            contents |= found
+            return MessageArray(text, tuple(ids), separator or ",")
+        match = _SEPARATOR.match(text, end)
+        if match is None or (separator is not None and match.group() != separator):
+            return None
+        separator = match.group()
+        position = match.end()

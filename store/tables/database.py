@@ -1,0 +1,206 @@
+"""The DuckDB file: opening, locking, transactions, and errors in our own words.
+
+Knows connections; knows no table. Invariants:
+
+* one writer: a process-wide register and DuckDB's own file lock see to it;
+* a write is inside `transaction()`: when the block has ended it is on disk (DuckDB syncs
+  its log at commit), when it raised there is nothing of it;
+* SQL can't reach files or the network: external access is off and can't be turned on.
+"""
+
+import errno
+import os
+import re
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from spangrad.errors import StoreError, StoreFullError, StoreLockedError
+from spangrad.store.migrations import check_version, migrate
+
+THREADS = 4
+MEMORY_LIMIT = "4GB"
+STOP_S = 5.0
+
+_opened: set[Path] = set()
+_opened_lock = threading.Lock()
+
+_FULL = ("no space left", "file too large", "disk quota exceeded")
+
+
+class Database:
+    """One open store file."""
+
+    def __init__(self, path: str | os.PathLike[str], *, read_only: bool) -> None:
+        """Open (and, for writing, create and migrate) the file."""
+        self.path = Path(path).absolute()
+        self.read_only = read_only
+        self._lock = threading.RLock()
+        self._cursors: weakref.WeakSet[duckdb.DuckDBPyConnection] = weakref.WeakSet()
+        self._is_closed = False
+        _check_path(self.path, read_only)
+        _register(self.path)
+        try:
+            self._con = _connect(self.path, read_only)
+        except BaseException:
+            _unregister(self.path)
+            raise
+        try:
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self) -> None:
+        try:
+            if self.read_only:
+                if check_version(self._con, self.path.name) == 0:
+                    raise StoreError(f"{str(self.path)!r} holds no spangrad store; check the path")
+            else:
+                migrate(self._con, self.path.name)
+            self._con.execute("SET lock_configuration = true")
+        except duckdb.Error as error:
+            raise store_error(error, self.path) from error
+
+    @contextmanager
+    def transaction(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Write: commits when the block ends, rolls back when it raises. One at a time."""
+        if self.read_only:
+            raise StoreError(f"{str(self.path)!r} was opened with read_only=True; open it without to write")
+        with self._lock:
+            self._check_open()
+            try:
+                self._con.begin()
+                try:
+                    yield self._con
+                    self._con.commit()
+                except BaseException:
+                    self._rollback()
+                    raise
+            except (duckdb.Error, OSError) as error:
+                raise store_error(error, self.path) from error
+
+    @contextmanager
+    def snapshot(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Read: one consistent state, beside a running write; any number at a time."""
+        self._check_open()
+        with self._lock:
+            cursor = self._con.cursor()
+            self._cursors.add(cursor)
+        try:
+            cursor.execute("BEGIN TRANSACTION READ ONLY")
+            yield cursor
+        except duckdb.Error as error:
+            raise store_error(error, self.path) from error
+        finally:
+            cursor.close()
+
+    def close(self) -> None:
+        """Fold the log into the file and release it. Harmless when repeated."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for cursor in list(self._cursors):
+                _stop(cursor)
+            self._con.close()
+            _unregister(self.path)
+
+    def _rollback(self) -> None:
+        try:
+            self._con.rollback()
+        except duckdb.Error:
+            # A commit that failed has rolled back already.
+            return
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StoreError(f"{str(self.path)!r} is closed; open it again")
+
+
+def _stop(cursor: duckdb.DuckDBPyConnection) -> None:
+    """Close a cursor that another thread may be using, which DuckDB refuses while it is."""
+    deadline = time.monotonic() + STOP_S
+    while True:
+        cursor.interrupt()
+        try:
+            cursor.close()
+            return
+        except duckdb.Error:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.005)
+
+
+def store_error(error: Exception, path: Path) -> StoreError:
+    """The same failure as an error of ours that says what to do."""
+    text = " ".join(str(error).split())
+    name = str(path)
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if is_full or any(phrase in text.lower() for phrase in _FULL):
+        return StoreFullError(
+            f"no space left to write {name!r}, nothing of this write was stored; "
+            f"free space and try again ({text})"
+        )
+    if "could not set lock" in text.lower():
+        holder = re.search(r"PID (\d+)", text)
+        return _locked(name, holder.group(1) if holder else "unknown")
+    if "replaying wal" in text.lower():
+        return StoreError(
+            f"the log of {name!r} is damaged; move '{name}.wal' aside, open the store again, "
+            f"and send the last spans anew ({text})"
+        )
+    return StoreError(f"{name!r}: {text}")
+
+
+def _locked(name: str, pid: Any) -> StoreLockedError:
+    return StoreLockedError(
+        f"{name!r} is held by process {pid}; stop it, or if it is a hub, "
+        "use the hub's URL instead of the path"
+    )
+
+
+def _check_path(path: Path, read_only: bool) -> None:
+    if path.is_dir():
+        raise StoreError(f"{str(path)!r} is a folder; a store is one file, such as 'spans.duckdb'")
+    if path.exists():
+        return
+    if read_only:
+        raise StoreError(f"there is no store at {str(path)!r}; check the path")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise store_error(error, path) from error
+
+
+def _connect(path: Path, read_only: bool) -> duckdb.DuckDBPyConnection:
+    config: dict[str, Any] = {
+        "enable_external_access": False,
+        "autoinstall_known_extensions": False,
+        "autoload_known_extensions": False,
+        "python_enable_replacements": False,
+        "threads": min(THREADS, os.cpu_count() or 1),
+        "memory_limit": MEMORY_LIMIT,
+    }
+    try:
+        return duckdb.connect(str(path), read_only=read_only, config=config)
+    except (duckdb.Error, OSError) as error:
+        raise store_error(error, path) from error
+
+
+def _register(path: Path) -> None:
+    with _opened_lock:
+        if path.resolve() in _opened:
+            raise _locked(str(path), f"{os.getpid()} (this one)")
+        _opened.add(path.resolve())
+
+
+def _unregister(path: Path) -> None:
+    with _opened_lock:
+        _opened.discard(path.resolve())

@@ -1,0 +1,132 @@
+"""The trainer's books: updates with what they consumed, published policies, call summaries.
+
+Knows the tables `updates`, `update_samples`, `metrics`, `policies`, `calls`. Invariants:
+
+* an update is there with all its samples, metrics and consumed rollouts, or not at all;
+* indexes of a run count 0, 1, 2, ... without a gap;
+* a rollout is consumed by at most one update.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import duckdb
+
+from spangrad.errors import StoreError
+from spangrad.store.records import Policy, Update, UpdateSample
+from spangrad.store.schema import CALLS, METRICS, POLICIES, UPDATE_SAMPLES, UPDATES
+from spangrad.store.tables.rows import insert_rows, select_dicts
+
+
+def commit_update(con: duckdb.DuckDBPyConnection, update: Update) -> bool:
+    """Record an update and mark its rollouts consumed. False if it was committed before."""
+    label = f"update {update.update_index} of run {update.run_id!r}"
+    before = con.execute(
+        "SELECT policy_version, rollout_ids FROM updates WHERE run_id = ? AND update_index = ?",
+        [update.run_id, update.update_index],
+    ).fetchall()
+    if before:
+        version, rollout_ids = before[0]
+        if version == update.policy_version and sorted(rollout_ids) == sorted(update.rollout_ids):
+            return False
+        raise StoreError(
+            f"{label} was committed before with other rollouts or another version; resume from it"
+        )
+    (last,) = con.execute(
+        "SELECT max(update_index) FROM updates WHERE run_id = ?", [update.run_id]
+    ).fetchall()[0]
+    following = 0 if last is None else last + 1
+    if update.update_index != following:
+        raise StoreError(f"{label} leaves a gap: the next index is {following}")
+    _consume(con, update, label)
+    key = {"run_id": update.run_id, "update_index": update.update_index}
+    row = {
+        "policy_version": update.policy_version,
+        "rollout_ids": list(update.rollout_ids),
+        "checkpoint": update.checkpoint,
+        "time_ns": update.time_ns or time.time_ns(),
+    }
+    insert_rows(con, UPDATES, [key | row])
+    insert_rows(con, UPDATE_SAMPLES, [key | asdict(sample) for sample in update.samples])
+    metrics = [key | {"name": name, "value": float(value)} for name, value in update.metrics.items()]
+    insert_rows(con, METRICS, metrics)
+    return True
+
+
+def _consume(con: duckdb.DuckDBPyConnection, update: Update, label: str) -> None:
+    ids = sorted(set(update.rollout_ids))
+    if not ids:
+        return
+    found = con.execute(
+        "SELECT rollout_id, consumed_run, consumed_by FROM rollouts WHERE rollout_id IN (SELECT unnest(?))",
+        [ids],
+    ).fetchall()
+    for rollout_id, run_id, index in found:
+        if index is not None:
+            raise StoreError(
+                f"{label}: rollout {rollout_id!r} was consumed by update {index} of run {run_id!r}"
+            )
+    if missing := sorted(set(ids) - {row[0] for row in found}):
+        raise StoreError(f"{label}: there is no rollout {missing[0]!r}; enqueue it or send its spans first")
+    con.execute(
+        "UPDATE rollouts SET consumed_run = ?, consumed_by = ? WHERE rollout_id IN (SELECT unnest(?))",
+        [update.run_id, update.update_index, ids],
+    )
+
+
+def select_updates(
+    con: duckdb.DuckDBPyConnection, run_id: str | None, *, only_last: bool = False
+) -> list[Update]:
+    """Updates by run and index."""
+    where = "" if run_id is None else " WHERE run_id = $run"
+    if only_last:
+        where += " AND update_index = (SELECT max(update_index) FROM updates WHERE run_id = $run)"
+    given = {} if run_id is None else {"run": run_id}
+    rows = select_dicts(con, f"SELECT * FROM updates{where} ORDER BY run_id, update_index", given)
+    samples: dict[tuple[str, int], list[UpdateSample]] = {}
+    metrics: dict[tuple[str, int], dict[str, float]] = {}
+    for row in select_dicts(con, f"SELECT * FROM update_samples{where} ORDER BY rowid", given):
+        key = (row.pop("run_id"), row.pop("update_index"))
+        samples.setdefault(key, []).append(UpdateSample(**row))
+    for row in select_dicts(con, f"SELECT * FROM metrics{where} ORDER BY rowid", given):
+        metrics.setdefault((row["run_id"], row["update_index"]), {})[row["name"]] = row["value"]
+    return [
+        Update(
+            **row,
+            samples=samples.get((row["run_id"], row["update_index"]), []),
+            metrics=metrics.get((row["run_id"], row["update_index"]), {}),
+        )
+        for row in rows
+    ]
+
+
+def put_policy(con: duckdb.DuckDBPyConnection, policy: Policy) -> None:
+    """Record a published version; published again, the later record stands."""
+    stamped = replace(policy, time_ns=policy.time_ns or time.time_ns())
+    insert_rows(con, POLICIES, [asdict(stamped)], conflict="replace")
+
+
+def select_policies(con: duckdb.DuckDBPyConnection, run_id: str | None) -> list[Policy]:
+    """Published versions by run and version."""
+    where = "" if run_id is None else " WHERE run_id = $run"
+    given = {} if run_id is None else {"run": run_id}
+    rows = select_dicts(con, f"SELECT * FROM policies{where} ORDER BY run_id, policy_version", given)
+    return [Policy(**row) for row in rows]
+
+
+def put_calls(con: duckdb.DuckDBPyConnection, rows: Sequence[Mapping[str, Any]]) -> int:
+    """Store call summaries by `call_id`; a later one replaces an earlier one."""
+    names = {column.name for column in CALLS.columns}
+    required = {column.name for column in CALLS.columns if not column.nullable}
+    for row in rows:
+        unknown, missing = row.keys() - names, required - row.keys()
+        if unknown or missing:
+            raise StoreError(
+                f"call {row.get('call_id')!r}: columns {sorted(unknown)} are unknown, "
+                f"{sorted(missing)} are missing; "
+                f"the table `calls` has {sorted(names)}"
+            )
+    latest = {row["call_id"]: row for row in rows}
+    return insert_rows(con, CALLS, list(latest.values()), conflict="replace")

@@ -1,0 +1,55 @@
+"""Rows in, through Arrow: one INSERT for any number of rows.
+
+Knows how schema types map to Arrow types. Knows no particular table.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+import duckdb
+import pyarrow as pa  # type: ignore[import-untyped]
+
+from spangrad.store.schema import Table
+
+_ARROW: Final[Mapping[str, pa.DataType]] = {
+    "VARCHAR": pa.string(),
+    "JSON": pa.string(),
+    "INTEGER": pa.int32(),
+    "BIGINT": pa.int64(),
+    "UBIGINT": pa.uint64(),
+    "DOUBLE": pa.float64(),
+    "BOOLEAN": pa.bool_(),
+    "VARCHAR[]": pa.list_(pa.string()),
+    "INTEGER[]": pa.list_(pa.int32()),
+    "FLOAT[]": pa.list_(pa.float32()),
+}
+
+
+def insert_rows(
+    con: duckdb.DuckDBPyConnection,
+    table: Table,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    conflict: Literal["fail", "ignore", "replace"] = "fail",
+) -> int:
+    """Insert rows (a column that a row lacks becomes NULL). Returns how many were new or replaced."""
+    if not rows:
+        return 0
+    arrays = [
+        pa.array([row.get(column.name) for row in rows], _ARROW[column.type]) for column in table.columns
+    ]
+    con.register("new_rows", pa.table(arrays, names=[column.name for column in table.columns]))
+    how = {"fail": "INSERT", "ignore": "INSERT OR IGNORE", "replace": "INSERT OR REPLACE"}[conflict]
+    try:
+        return int(con.execute(f"{how} INTO {table.name} SELECT * FROM new_rows").fetchall()[0][0])
+    finally:
+        con.unregister("new_rows")
+
+
+def select_dicts(
+    con: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()
+) -> list[dict[str, Any]]:
+    """All rows of a query, as dicts."""
+    result = con.execute(sql, parameters) if parameters else con.execute(sql)
+    names = [column[0] for column in result.description or ()]
+    return [dict(zip(names, row, strict=True)) for row in result.fetchall()]

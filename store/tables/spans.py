@@ -1,0 +1,213 @@
+"""Spans in and out of the file.
+
+Knows the tables `spans` and `messages`, and what arriving spans tell of rollouts and
+rewards. Invariants: a batch is stored whole or not at all; a span that is known is
+ignored; reading gives back what came, plus the derived `rollout_id` and `attempt`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import duckdb
+
+from spangrad.store.encoding import encode_json
+from spangrad.store.records import Reward, RewardAuthor, Span, SpanEvent
+from spangrad.store.schema import MESSAGES, SPANS
+from spangrad.store.tables.compact import Compactor
+from spangrad.store.tables.database import Database
+from spangrad.store.tables.expand import (
+    BASE_COLUMNS,
+    Expander,
+    Row,
+    events_from_json,
+    row_key,
+    span_from_row,
+)
+from spangrad.store.tables.lineage import Admission, Key, Lineage, Owner
+from spangrad.store.tables.queue import record_rollouts
+from spangrad.store.tables.rewards import insert_rewards
+from spangrad.store.tables.rows import insert_rows, select_dicts
+from spangrad.tracer import conventions
+
+READ_ROWS = 1000
+MODEL_OPERATIONS = frozenset({"chat", "text_completion", "generate_content"})
+
+
+class SpanWriter:
+    """Stores batches of spans, with what it remembers from the ones before."""
+
+    def __init__(self, database: Database) -> None:
+        """Write to this file."""
+        self._database = database
+        self._compactor = Compactor()
+        self._lineage = Lineage()
+
+    def put(self, batches: Sequence[Sequence[Span]]) -> list[int]:
+        """Store batches in one transaction. Returns how many spans of each were new."""
+        spans = [span for batch in batches for span in batch]
+        if not spans:
+            return [0] * len(batches)
+        try:
+            with self._database.transaction() as con:
+                is_new = self._insert(con, spans)
+        except BaseException:
+            self._compactor.forget()
+            self._lineage.forget()
+            raise
+        flags = iter(is_new)
+        return [sum(next(flags) for _ in batch) for batch in batches]
+
+    def _insert(self, con: duckdb.DuckDBPyConnection, spans: Sequence[Span]) -> Sequence[bool]:
+        admission = self._lineage.admit(con, spans)
+        fresh = [span for span, is_new in zip(spans, admission.is_new, strict=True) if is_new]
+        rows: list[dict[str, Any]] = []
+        contents: dict[str, str] = {}
+        for span in fresh:
+            owner = admission.owners.get((span.trace_id, span.span_id))
+            columns, new = self._compactor.pack(span, owner[0] if owner else span.trace_id)
+            contents |= new
+            rows.append(_row(span, owner) | columns)
+        insert_rows(con, SPANS, rows)
+        messages = [{"message_id": key, "content": content} for key, content in contents.items()]
+        insert_rows(con, MESSAGES, messages, conflict="ignore")
+        _settle(con, admission)
+        owned = [(span, admission.owners.get((span.trace_id, span.span_id))) for span in fresh]
+        record_rollouts(con, [(span, owner) for span, owner in owned if owner])
+        insert_rewards(con, _event_rewards(con, fresh, admission))
+        return admission.is_new
+
+
+def _row(span: Span, owner: Owner | None) -> dict[str, Any]:
+    events = [
+        {"name": e.name, "time_ns": e.time_ns, "attributes": e.attributes, "dropped": e.dropped_attributes}
+        for e in span.events
+    ]
+    return {
+        "trace_id": span.trace_id,
+        "span_id": span.span_id,
+        "parent_span_id": span.parent_span_id,
+        "rollout_id": owner[0] if owner else None,
+        "attempt": owner[1] if owner else None,
+        "name": span.name,
+        "kind": span.kind,
+        "start_ns": span.start_ns,
+        "end_ns": span.end_ns,
+        "status_code": span.status_code,
+        "status_message": span.status_message,
+        "scope": span.scope,
+        "scope_version": span.scope_version,
+        "scope_attributes": encode_json(span.scope_attributes),
+        "schema_url": span.schema_url,
+        "resource": encode_json(span.resource),
+        "resource_schema_url": span.resource_schema_url,
+        "events": encode_json(events),
+        "links": encode_json(list(span.links)),
+        "trace_state": span.trace_state,
+        "flags": span.flags,
+        "dropped_attributes": span.dropped_attributes,
+        "dropped_events": span.dropped_events,
+        "dropped_links": span.dropped_links,
+    }
+
+
+def _settle(con: duckdb.DuckDBPyConnection, admission: Admission) -> None:
+    """Write the owners that earlier spans have got by now."""
+    by_owner: dict[tuple[Owner, str], list[str]] = {}
+    for (trace_id, span_id), owner in admission.settled_earlier.items():
+        by_owner.setdefault((owner, trace_id), []).append(span_id)
+    for ((rollout_id, attempt), trace_id), span_ids in by_owner.items():
+        con.execute(
+            "UPDATE spans SET rollout_id = ?, attempt = ? "
+            "WHERE trace_id = ? AND span_id IN (SELECT unnest(?))",
+            [rollout_id, attempt, trace_id, span_ids],
+        )
+
+
+def _event_rewards(
+    con: duckdb.DuckDBPyConnection, fresh: Sequence[Span], admission: Admission
+) -> list[tuple[Reward, str]]:
+    rewards: list[tuple[Reward, str]] = []
+    for span in fresh:
+        key = (span.trace_id, span.span_id)
+        if span.events and (owner := admission.owners.get(key)):
+            operation = span.attributes.get(conventions.OPERATION_NAME)
+            rewards += _rewards_of(key, owner, operation in MODEL_OPERATIONS, span.events)
+    if admission.settled_earlier:
+        trace_ids = sorted({trace_id for trace_id, _ in admission.settled_earlier})
+        for row in con.execute(
+            "SELECT trace_id, span_id, attributes->>?, events FROM spans "
+            "WHERE trace_id IN (SELECT unnest(?)) AND contains(events::VARCHAR, ?)",
+            [conventions.OPERATION_NAME, trace_ids, conventions.REWARD_EVENT],
+        ).fetchall():
+            if owner := admission.settled_earlier.get((row[0], row[1])):
+                events = events_from_json(row[3])
+                rewards += _rewards_of((row[0], row[1]), owner, row[2] in MODEL_OPERATIONS, events)
+    return rewards
+
+
+def _rewards_of(
+    key: Key, owner: Owner, is_call: bool, events: Sequence[SpanEvent]
+) -> list[tuple[Reward, str]]:
+    span = f"{key[0]}-{key[1]}"
+    found: list[tuple[Reward, str]] = []
+    for position, event in enumerate(events):
+        value = event.attributes.get(conventions.REWARD_VALUE)
+        if event.name != conventions.REWARD_EVENT or isinstance(value, bool):
+            continue
+        if isinstance(value, int | float) and value - value == 0:  # finite
+            explanation = event.attributes.get(conventions.REWARD_EXPLANATION)
+            reward = Reward(
+                rollout_id=owner[0],
+                value=float(value),
+                name=str(event.attributes.get(conventions.REWARD_NAME, "reward")),
+                call_id=span if is_call else None,
+                author=RewardAuthor.AGENT,
+                explanation=None if explanation is None else str(explanation),
+                attempt=owner[1],
+                time_ns=min(event.time_ns, 2**63 - 1),
+            )
+            found.append((reward, f"{span}:{position}"))
+    return found
+
+
+def read_spans(
+    database: Database, rollout_ids: Sequence[str] | None, trace_ids: Sequence[str] | None
+) -> Iterator[Span]:
+    """Spans of these rollouts or traces (all without), ordered by (trace, start time)."""
+    where, parameters = "", []
+    if rollout_ids is not None or trace_ids is not None:
+        where = "WHERE rollout_id IN (SELECT unnest(?)) OR trace_id IN (SELECT unnest(?))"
+        parameters = [list(rollout_ids or ()), list(trace_ids or ())]
+        if trace_ids is None or rollout_ids is None:
+            name, values = ("trace_id", trace_ids) if rollout_ids is None else ("rollout_id", rollout_ids)
+            where, parameters = f"WHERE {name} IN (SELECT unnest(?))", [list(values or ())]
+        if not any(parameters):
+            return
+    with database.snapshot() as con, database.snapshot() as look_up:
+        result = con.execute(f"SELECT * FROM spans {where} ORDER BY trace_id, start_ns, span_id", parameters)
+        names = [column[0] for column in result.description or ()]
+        while chunk := result.fetchmany(READ_ROWS):
+            rows: list[Row] = [dict(zip(names, values, strict=True)) for values in chunk]
+            expander = Expander(rows, _fetch_bases(look_up), _fetch_messages(look_up))
+            for row in rows:
+                yield span_from_row(row, expander.attributes(row))
+
+
+def _fetch_bases(con: duckdb.DuckDBPyConnection) -> Callable[[Sequence[str]], list[Row]]:
+    def fetch(keys: Sequence[str]) -> list[Row]:
+        trace_ids = sorted({key.split("-")[0] for key in keys})
+        wanted = set(keys)
+        sql = f"SELECT {', '.join(BASE_COLUMNS)} FROM spans WHERE trace_id IN (SELECT unnest(?))"
+        sql += " AND span_id IN (SELECT unnest(?))"
+        span_ids = [key.split("-")[1] for key in keys]
+        return [row for row in select_dicts(con, sql, [trace_ids, span_ids]) if row_key(row) in wanted]
+
+    return fetch
+
+
+def _fetch_messages(con: duckdb.DuckDBPyConnection) -> Callable[[Sequence[str]], Mapping[str, str]]:
+    def fetch(ids: Sequence[str]) -> Mapping[str, str]:
+        sql = "SELECT message_id, content FROM messages WHERE message_id IN (SELECT unnest(?))"
+        return dict(con.execute(sql, [list(ids)]).fetchall())
+
+    return fetch

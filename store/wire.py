@@ -1,0 +1,131 @@
+"""Records as JSON between `HubClient` and the hub.
+
+Knows the records' fields; knows no HTTP. Spans travel as OTLP protobuf, in frames:
+
+    uint32 LE size | JSON [[rollout_id, attempt], ...] | uint32 LE size | ExportTraceServiceRequest
+
+one [rollout_id, attempt] a span, as OTLP has no field for what a span inherited. A frame
+of two zeros ends the stream; a stream without it was cut off.
+"""
+
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from itertools import islice
+from typing import Any, Final, TypeVar
+
+from spangrad.errors import StoreError
+from spangrad.store.encoding import decode_json, encode_json
+from spangrad.store.otlp import decode_request, encode_request
+from spangrad.store.records import (
+    Policy,
+    Reward,
+    RewardAuthor,
+    Rollout,
+    RolloutStatus,
+    Span,
+    Update,
+    UpdateSample,
+)
+
+Record = TypeVar("Record", Rollout, Reward, Update, Policy, UpdateSample)
+
+_SIZE: Final = struct.Struct("<I")
+_SPANS_PER_FRAME: Final = 64
+_END: Final = _SIZE.pack(0) * 2
+
+
+def record_to_wire(record: Rollout | Reward | Update | Policy) -> dict[str, Any]:
+    """A record as a dict for `encode_json`."""
+    return asdict(record)
+
+
+def record_from_wire(kind: type[Record], data: Any) -> Record:
+    """A record from its dict. Raises StoreError naming what does not fit."""
+    if not isinstance(data, Mapping):
+        raise StoreError(f"a {kind.__name__} was expected, got {data!r:.80}; send an object")
+    unknown = data.keys() - {field.name for field in fields(kind)}
+    if unknown:
+        raise StoreError(f"a {kind.__name__} has no field {sorted(unknown)[0]!r}; the sender may be newer")
+    converted = {
+        name: value if value is None or name not in _CONVERT else _CONVERT[name](value)
+        for name, value in data.items()
+    }
+    try:
+        return kind(**converted)
+    except TypeError as error:
+        raise StoreError(f"a {kind.__name__} lacks a field: {error}") from error
+
+
+def records_from_wire(kind: type[Record], data: Any) -> list[Record]:
+    """A list of records."""
+    if not isinstance(data, list):
+        raise StoreError(f"a list of {kind.__name__} was expected, got {data!r:.80}")
+    return [record_from_wire(kind, item) for item in data]
+
+
+def status_from_wire(value: Any) -> RolloutStatus:
+    """A status from its text."""
+    try:
+        return RolloutStatus(value)
+    except ValueError as error:
+        raise StoreError(
+            f"{value!r} is no status of a rollout; give one of {list(map(str, RolloutStatus))}"
+        ) from error
+
+
+def _samples(data: Any) -> list[UpdateSample]:
+    return records_from_wire(UpdateSample, data)
+
+
+_CONVERT: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "status": status_from_wire,
+    "author": RewardAuthor,
+    "samples": _samples,
+}
+
+
+def spans_to_frames(spans: Iterable[Span]) -> Iterator[bytes]:
+    """Frames of a stream of spans, the last one included."""
+    iterator = iter(spans)
+    while chunk := list(islice(iterator, _SPANS_PER_FRAME)):
+        owners = encode_json([[span.rollout_id, span.attempt] for span in chunk]).encode()
+        request = encode_request(chunk)
+        yield _SIZE.pack(len(owners)) + owners + _SIZE.pack(len(request)) + request
+    yield _END
+
+
+def spans_from_frames(pieces: Iterable[bytes]) -> Iterator[Span]:
+    """Spans of a stream of bytes. Raises StoreError if the stream ends early."""
+    source = _Source(pieces)
+    while True:
+        owners = source.take_part()
+        request = source.take_part()
+        if not owners and not request:
+            return
+        spans, _ = decode_request(request)
+        named: Sequence[Sequence[Any]] = decode_json(owners.decode())
+        for span, (rollout_id, attempt) in zip(spans, named, strict=True):
+            yield replace(span, rollout_id=rollout_id, attempt=attempt)
+
+
+class _Source:
+    """Bytes in the portions that are asked for."""
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self._pieces = iter(pieces)
+        self._buffer = bytearray()
+
+    def take_part(self) -> bytes:
+        (size,) = _SIZE.unpack(self._take(_SIZE.size))
+        return self._take(size)
+
+    def _take(self, size: int) -> bytes:
+        while len(self._buffer) < size:
+            piece = next(self._pieces, None)
+            if piece is None:
+                raise StoreError("the hub's answer was cut off; ask again")
+            self._buffer += piece
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return taken

@@ -1,0 +1,297 @@
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import duckdb
+import pytest
+
+from spangrad.errors import SchemaVersionError, StoreError, StoreLockedError
+from spangrad.store import open_store
+from spangrad.store.file_store import FileStore
+from spangrad.store.migrations import MIGRATIONS, SCHEMA_VERSION, migrate
+from spangrad.store.schema import TABLES
+from spangrad.tracer.spool import Spool
+from tests.store.building import conversation, new_trace, request
+from tests.waiting import wait_until
+
+
+def described(con: duckdb.DuckDBPyConnection) -> list[object]:
+    columns = (
+        "SELECT table_name, column_name, data_type, is_nullable, comment FROM duckdb_columns() "
+        "WHERE table_name != 'schema_migrations' ORDER BY table_name, column_index"
+    )
+    keys = "SELECT table_name, constraint_type, constraint_column_names FROM duckdb_constraints() "
+    keys += "WHERE constraint_type = 'PRIMARY KEY' AND table_name != 'schema_migrations' ORDER BY ALL"
+    indexes = "SELECT table_name, index_name, expressions FROM duckdb_indexes() ORDER BY ALL"
+    return [con.execute(sql).fetchall() for sql in (columns, keys, indexes)]
+
+
+def test_migrations_lead_to_the_declared_schema() -> None:
+    with duckdb.connect() as migrated, duckdb.connect() as declared:
+        assert migrate(migrated, "m") == list(range(1, SCHEMA_VERSION + 1))
+        assert migrate(migrated, "m") == []
+        for table in TABLES:
+            declared.execute(";".join([*table.ddl(), *table.comments()]))
+        assert described(migrated) == described(declared)
+        applied = migrated.execute("SELECT version, name FROM schema_migrations ORDER BY version").fetchall()
+    assert applied == [(i + 1, step.__name__) for i, step in enumerate(MIGRATIONS)]
+
+
+def test_a_store_of_a_newer_schema_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "s.duckdb"
+    FileStore(path).close()
+    with duckdb.connect(str(path)) as con:
+        con.execute("INSERT INTO schema_migrations VALUES (?, 'm_future', 0)", [SCHEMA_VERSION + 6])
+    for read_only in (False, True):
+        with pytest.raises(
+            SchemaVersionError, match=f"schema {SCHEMA_VERSION + 6}, .* up to {SCHEMA_VERSION}; upgrade"
+        ):
+            FileStore(path, read_only=read_only)
+
+
+HOLDER = """
+import sys
+from spangrad.store.file_store import FileStore
+with FileStore(sys.argv[1]):
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_a_store_held_by_another_process_is_refused_naming_it(tmp_path: Path) -> None:
+    path = tmp_path / "s.duckdb"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout and holder.stdout.readline() == "open\n"
+        for read_only in (False, True):
+            with pytest.raises(StoreLockedError, match=f"held by process {holder.pid}; .*hub's URL"):
+                FileStore(path, read_only=read_only)
+    FileStore(path).close()
+
+
+def test_a_second_opening_in_the_same_process_is_refused(tmp_path: Path) -> None:
+    with FileStore(tmp_path / "s.duckdb"), pytest.raises(StoreLockedError, match=str(os.getpid())):
+        FileStore(tmp_path / "x" / ".." / "s.duckdb")
+    FileStore(tmp_path / "s.duckdb").close()
+
+
+def test_paths_that_hold_no_store_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no store at"):
+        FileStore(tmp_path / "none.duckdb", read_only=True)
+    with pytest.raises(StoreError, match="is a folder"):
+        FileStore(tmp_path)
+    garbage = tmp_path / "garbage.duckdb"
+    garbage.write_bytes(b"not a database " * 1000)
+    with pytest.raises(StoreError, match=r"garbage\.duckdb") as raised:
+        FileStore(garbage)
+    assert "\n" not in str(raised.value)
+    assert garbage.read_bytes() == b"not a database " * 1000
+    with duckdb.connect(str(tmp_path / "foreign.duckdb")) as con:
+        con.execute("CREATE TABLE t(a INTEGER)")
+    with pytest.raises(StoreError, match="no spangrad store"):
+        FileStore(tmp_path / "foreign.duckdb", read_only=True)
+
+
+LEAVES_A_LOG = """
+import os, sys
+from spangrad.store.file_store import FileStore
+from tests.store.building import conversation, new_trace, request
+store = FileStore(sys.argv[1])
+for i in range(4):
+    store.put_otlp(request(conversation(new_trace(), f"r{i}", 5)))
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_damaged_log_is_named_with_the_way_out(tmp_path: Path) -> None:
+    path, log = tmp_path / "s.duckdb", tmp_path / "s.duckdb.wal"
+    FileStore(path).close()
+    subprocess.run([sys.executable, "-c", LEAVES_A_LOG, str(path)], check=True)
+    data = bytearray(log.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 64] = bytes(byte ^ 0xFF for byte in data[middle : middle + 64])
+    log.write_bytes(data)
+    with pytest.raises(StoreError, match=r"log .* is damaged; move .*\.wal' aside"):
+        FileStore(path)
+    log.rename(tmp_path / "aside")
+    with FileStore(path) as store:
+        assert store.stats()["spans"] == 0
+
+
+def test_closing_stops_a_question_that_is_running(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "s.duckdb")
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(store.query, "SELECT count(*) FROM range(10000000) a, range(10000000) b")
+        wait_until(lambda: asking.running())
+        store.close()
+        with pytest.raises(StoreError):
+            asking.result(20)
+
+
+def test_a_closed_store_says_so(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "deep" / "folder" / "s.duckdb")
+    store.put_otlp(request(conversation(new_trace(), "r", 2)))
+    half_read = iter(store.spans())
+    next(half_read)
+    store.close()
+    store.close()
+    with pytest.raises(StoreError, match="closed"):
+        store.rollouts()
+    with pytest.raises(StoreError):
+        list(half_read)
+
+
+FILLER = """
+import resource, sys
+from spangrad.errors import StoreFullError
+from spangrad.store.file_store import FileStore
+from tests.store.building import conversation, new_trace, request
+store = FileStore(sys.argv[1])
+limit = int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+for i in range(1000):
+    trace_id = new_trace()
+    try:
+        store.put_otlp(request(conversation(trace_id, f"r{i}", 12)))
+    except StoreFullError as error:
+        print("full", str(error).replace("\\n", " "))
+        break
+    print(trace_id)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+last = new_trace()
+store.put_otlp(request(conversation(trace_id, f"r{i}", 12)))
+print("after", trace_id)
+print("read", store.query("SELECT count(DISTINCT trace_id) AS n FROM spans")[0]["n"])
+store.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_named_and_what_was_acknowledged_stays(tmp_path: Path) -> None:
+    path = tmp_path / "s.duckdb"
+    limit = 3_500_000  # above the size of an empty store
+    ran = subprocess.run(
+        [sys.executable, "-c", FILLER, str(path), str(limit)], capture_output=True, text=True, check=True
+    )
+    lines = ran.stdout.splitlines()
+    full = next(i for i, line in enumerate(lines) if line.startswith("full"))
+    assert full > 0
+    assert "free space" in lines[full]
+    acknowledged = {*lines[:full], lines[full + 1].split()[1]}
+    assert lines[full + 2] == f"read {len(acknowledged)}"
+    with FileStore(path) as store:
+        stored: dict[str, int] = {}
+        for one in store.spans():
+            stored[one.trace_id] = stored.get(one.trace_id, 0) + 1
+    assert stored == dict.fromkeys(acknowledged, 12)
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FileStore]:
+    with FileStore(tmp_path_factory.mktemp("query") / "s.duckdb") as store:
+        store.put_otlp(request(conversation(new_trace(), "r", 3)))
+        yield store
+
+
+def test_questions_take_parameters_and_return_plain_values(asked: FileStore) -> None:
+    assert asked.query("SELECT count(*) AS n FROM spans WHERE rollout_id = ?", ["r"]) == [{"n": 3}]
+    assert asked.query("SELECT $a AS a, 1.5::DECIMAL(4, 2) AS d, DATE '2026-01-02' AS day", {"a": "x"}) == [
+        {"a": "x", "d": 1.5, "day": "2026-01-02"}
+    ]
+    assert asked.query("WITH x AS (SELECT 1 AS a) SELECT * FROM x") == [{"a": 1}]
+    assert "spans" in [row["name"] for row in asked.query("SHOW TABLES")]
+    assert asked.query("DESCRIBE spans")[0]["column_name"] == "trace_id"
+    assert asked.query("SELECT attributes->>'gen_ai.operation.name' AS o FROM spans LIMIT 1") == [
+        {"o": "chat"}
+    ]
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "DELETE FROM spans",
+        "INSERT INTO rewards SELECT 'x', 'r', 0, NULL, 'reward', 1, 'evaluator', NULL, 0",
+        "WITH x AS (DELETE FROM spans RETURNING *) SELECT * FROM x",
+        "EXPLAIN ANALYZE DELETE FROM spans",
+        "SELECT 1; DELETE FROM spans",
+        "UPDATE rollouts SET consumed_by = NULL",
+        "DROP TABLE spans",
+        "CREATE TEMP TABLE t AS SELECT 1",
+        "CREATE MACRO f(x) AS x",
+        "COPY spans TO 'stolen.csv'",
+        "COPY rewards FROM '/etc/passwd'",
+        "ATTACH 'other.duckdb'",
+        "EXPORT DATABASE 'out'",
+        "SELECT * FROM read_text('/etc/passwd')",
+        "SELECT * FROM read_csv('/etc/passwd')",
+        "SELECT * FROM '/etc/passwd'",
+        "SELECT * FROM glob('/*')",
+        "SELECT * FROM read_parquet('http://127.0.0.1:1/x.parquet')",
+        "SET enable_external_access = true",
+        "INSTALL httpfs",
+        "LOAD httpfs",
+        "BEGIN",
+        "CHECKPOINT",
+        "PRAGMA disable_checkpoint_on_shutdown",
+        "CALL pragma_version()",
+        "",
+        "SELECT * FROM nowhere",
+        "SELEC 1",
+    ],
+)
+def test_statements_that_do_more_than_read_the_store_are_refused(
+    asked: FileStore, sql: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StoreError):
+        asked.query(sql)
+    assert asked.stats()["spans"] == 3
+    assert asked.stats()["rewards"] == 0
+    assert asked.query("SELECT 1 AS a") == [{"a": 1}]
+
+
+def test_questions_that_run_too_long_or_return_too_much_are_stopped(asked: FileStore) -> None:
+    with pytest.raises(StoreError, match=r"longer than 0\.2 s"):
+        asked.query("SELECT count(*) FROM range(10000000) a, range(10000000) b", timeout_s=0.2)
+    with pytest.raises(StoreError, match="more than 10000 rows"):
+        asked.query("SELECT * FROM range(10001)")
+    assert len(asked.query("SELECT * FROM range(10000)")) == 10_000
+    assert len(asked.query("SELECT * FROM range(10001)", row_limit=20_000)) == 10_001
+
+
+def test_importing_the_store_loads_neither_duckdb_nor_http() -> None:
+    code = (
+        "import sys, spangrad.store; print([m for m in ('duckdb', 'httpx', 'pyarrow') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )
+
+
+def test_open_store_takes_a_path_or_a_url(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s.duckdb") as store:
+        assert type(store).__name__ == "FileStore"
+    with open_store("http://127.0.0.1:9", key="k") as client:
+        assert type(client).__name__ == "HubClient"
+
+
+def test_a_spool_folder_is_taken_in_at_opening_and_on_demand(tmp_path: Path) -> None:
+    path = tmp_path / "s.duckdb"
+    first, second = conversation(new_trace(), "r", 3), conversation(new_trace(), "q", 2)
+    spool = Spool(f"{path}.spool")
+    assert spool.append(request(first))
+    with FileStore(path) as store:
+        assert store.stats()["spans"] == 3
+        assert spool.append(b"no span at all")
+        assert spool.append(request(second))
+        assert spool.append(request(first))
+        assert store.drain() == 3
+        assert store.drain() == 0
+        assert store.stats()["spans"] == 5
+    assert path.with_name("s.duckdb.rejected").read_bytes() == b"no span at all"

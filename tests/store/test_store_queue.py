@@ -1,0 +1,188 @@
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from spangrad.errors import LeaseLostError, StoreError
+from spangrad.store.file_store import FileStore
+from spangrad.store.records import Reward, RewardAuthor, Rollout, RolloutStatus
+from tests.store.building import new_trace, request, span
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FileStore]:
+    with FileStore(tmp_path / "s.duckdb") as opened:
+        yield opened
+
+
+def claim_expired(store: FileStore, worker: str = "late") -> list[Rollout]:
+    found: list[Rollout] = []
+
+    def ask() -> bool:
+        found.extend(store.claim(worker=worker))
+        return bool(found)
+
+    wait_until(ask)
+    return found
+
+
+def test_a_rollout_goes_through_the_queue_unchanged(store: FileStore) -> None:
+    task = {"question": "how many?", "limits": [1, 2.5, None]}
+    asked = Rollout("r-1", task_id="t", group_id="g", run_id="run", task=task, max_attempts=2, split="eval")
+    assert store.enqueue([asked]) == 1
+    assert store.rollouts() == [asked]
+    (claimed,) = store.claim(worker="w", policy_version=4, lease_s=60)
+    assert (claimed.status, claimed.worker, claimed.policy_version) == (RolloutStatus.RUNNING, "w", 4)
+    assert claimed.task == task
+    assert claimed.lease_until_ns and claimed.started_ns
+    assert claimed.lease_until_ns - claimed.started_ns == 60 * 10**9
+    store.finish("r-1", 0, output={"answer": 3})
+    (done,) = store.rollouts(status=RolloutStatus.SUCCEEDED)
+    assert (done.output, done.lease_until_ns, done.attempt) == ({"answer": 3}, None, 0)
+    assert done.ended_ns and done.ended_ns >= claimed.started_ns
+
+
+def test_enqueueing_an_id_twice_leaves_the_first_alone(store: FileStore) -> None:
+    assert store.enqueue([Rollout("a", task=1), Rollout("a", task=2), Rollout("b", task=1)]) == 2
+    assert store.enqueue([Rollout("a", task=3), Rollout("c", task=1)]) == 1
+    assert [(r.rollout_id, r.task) for r in store.rollouts()] == [("a", 1), ("b", 1), ("c", 1)]
+    assert store.stats()["tasks"] == 1  # equal tasks are stored once
+
+
+def test_enqueueing_wins_over_what_spans_told_of_the_same_id(store: FileStore) -> None:
+    store.put_otlp(request([span(new_trace(), rollout="a", attempt=0)]))
+    assert store.enqueue([Rollout("a", split="train")]) == 1
+    assert [r.rollout_id for r in store.claim(worker="w")] == ["a"]
+
+
+def test_claims_are_oldest_first_and_filtered(store: FileStore) -> None:
+    for i in range(6):
+        store.enqueue(
+            [Rollout(f"r{i}", run_id="even" if i % 2 == 0 else "odd", split="eval" if i > 3 else "train")]
+        )
+    assert [r.rollout_id for r in store.claim(worker="w", run_id="odd", limit=2)] == ["r1", "r3"]
+    assert [r.rollout_id for r in store.claim(worker="w", split="eval", limit=9)] == ["r4", "r5"]
+    assert [r.rollout_id for r in store.claim(worker="w", limit=9)] == ["r0", "r2"]
+    assert store.claim(worker="w") == []
+    assert store.claim(worker="w", limit=0) == []
+
+
+def test_a_lease_that_ran_out_is_claimed_again_as_the_next_attempt(store: FileStore) -> None:
+    store.enqueue([Rollout("a", max_attempts=3)])
+    store.claim(worker="dead", lease_s=0.05)
+    (again,) = claim_expired(store)
+    assert (again.attempt, again.worker) == (1, "late")
+    with pytest.raises(LeaseLostError, match=r"attempt 0 .* attempt 1 is running"):
+        store.finish("a", 0, output="late answer of the dead")
+    store.finish("a", 1)
+
+
+def test_a_rollout_fails_when_no_attempt_is_left(store: FileStore) -> None:
+    store.enqueue([Rollout("a", max_attempts=1)])
+    store.claim(worker="dead", lease_s=0.01)
+
+    def is_failed() -> bool:
+        assert store.claim(worker="w") == []
+        return store.rollouts()[0].status is RolloutStatus.FAILED
+
+    wait_until(is_failed)
+    assert store.rollouts()[0].error_type == "LeaseExpired"
+
+
+def test_an_expired_lease_still_counts_while_nobody_else_claimed(store: FileStore) -> None:
+    store.enqueue([Rollout("a")])
+    (claimed,) = store.claim(worker="w", lease_s=0.0)
+    wait_until(lambda: time.time_ns() > (claimed.lease_until_ns or 0))
+    store.finish("a", 0)
+
+
+def test_heartbeats_extend_leases_and_name_the_lost_ones(store: FileStore) -> None:
+    store.enqueue([Rollout("a"), Rollout("b"), Rollout("c")])
+    first = store.claim(worker="w", limit=2, lease_s=1)
+    store.finish("b", 0)
+    lost = store.heartbeat([("a", 0), ("a", 1), ("b", 0), ("c", 0), ("none", 0)], worker="w", lease_s=500)
+    assert lost == ["a", "b", "c", "none"]
+    assert store.heartbeat([("a", 0)], worker="other") == ["a"]
+    (extended,) = store.rollouts(rollout_ids=["a"])
+    assert (extended.lease_until_ns or 0) > (first[0].lease_until_ns or 0) + 400 * 10**9
+
+
+def test_retry_requeues_while_attempts_are_left_then_fails(store: FileStore) -> None:
+    store.enqueue([Rollout("a", max_attempts=2)])
+    store.claim(worker="w")
+    for _ in range(2):  # the same again changes nothing
+        store.finish("a", 0, error_type="EngineError", error="gone", retry=True)
+    (queued,) = store.rollouts()
+    assert (queued.status, queued.attempt, queued.error_type) == (RolloutStatus.QUEUED, 1, "EngineError")
+    (again,) = store.claim(worker="w")
+    assert again.attempt == 1
+    store.finish("a", 1, error_type="EngineError", retry=True)
+    assert store.rollouts()[0].status is RolloutStatus.FAILED
+    assert store.claim(worker="w") == []
+
+
+def test_finishing_the_same_way_twice_is_accepted_another_way_refused(store: FileStore) -> None:
+    store.enqueue([Rollout("a")])
+    with pytest.raises(LeaseLostError, match="is queued"):
+        store.finish("a", 0)
+    store.claim(worker="w")
+    for _ in range(2):
+        store.finish("a", 0, output=[1])
+    with pytest.raises(LeaseLostError, match="is succeeded"):
+        store.finish("a", 0, output=[2])
+    with pytest.raises(StoreError, match="no rollout 'b'"):
+        store.finish("b", 0)
+    with pytest.raises(StoreError, match="queued"):
+        store.finish("a", 0, status=RolloutStatus.QUEUED)
+
+
+def test_threads_never_claim_the_same_rollout(store: FileStore) -> None:
+    store.enqueue([Rollout(f"r{i}") for i in range(60)])
+
+    def work(worker: int) -> list[str]:
+        mine: list[str] = []
+        while claimed := store.claim(worker=str(worker), limit=2):
+            mine += [rollout.rollout_id for rollout in claimed]
+        return mine
+
+    with ThreadPoolExecutor(4) as pool:
+        claimed = [rollout_id for mine in pool.map(work, range(4)) for rollout_id in mine]
+    assert sorted(claimed) == sorted(f"r{i}" for i in range(60))
+
+
+@pytest.mark.parametrize(
+    "bad", [Rollout(""), Rollout("a", max_attempts=0), Rollout("a", status=RolloutStatus.RUNNING)]
+)
+def test_rollouts_that_make_no_sense_are_refused_with_the_whole_batch(store: FileStore, bad: Rollout) -> None:
+    with pytest.raises(StoreError):
+        store.enqueue([Rollout("good"), bad])
+    assert store.rollouts() == []
+
+
+def test_imported_rollouts_are_stored_as_ended_and_never_claimed(store: FileStore) -> None:
+    done = Rollout("a", status=RolloutStatus.SUCCEEDED, split="expert", output="x", started_ns=1, ended_ns=2)
+    store.enqueue([done])
+    assert store.rollouts(split="expert", group_ids=None) == [done]
+    assert store.claim(worker="w") == []
+
+
+def test_rewards_carry_attempt_author_and_time_and_are_stored_once(store: FileStore) -> None:
+    store.enqueue([Rollout("a")])
+    store.claim(worker="dead", lease_s=0.0)
+    claim_expired(store)
+    given = Reward("a", 1.0, name="tests", author=RewardAuthor.AGENT, explanation="all passed")
+    assert store.put_rewards([given, given]) == 1
+    assert store.put_rewards([given]) == 0
+    assert store.put_rewards([Reward("a", 0.0, name="tests"), Reward("a", 0.5, call_id="c", attempt=0)]) == 2
+    rewards = store.rewards(["a"])
+    assert [r.attempt for r in rewards if r.call_id is None] == [1, 1]
+    assert [r.attempt for r in rewards if r.call_id] == [0]
+    assert {r.author for r in rewards} == {RewardAuthor.OPERATOR}
+    assert all(r.time_ns for r in rewards)
+    assert store.rewards([]) == []
+    assert len(store.rewards()) == 3
+    with pytest.raises(StoreError, match="nan"):
+        store.put_rewards([Reward("a", float("nan"))])
