@@ -7,7 +7,7 @@ Invariants:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spangrad.adapters.call_tree import build_tree
 from spangrad.adapters.calls import calls_of
@@ -98,6 +98,8 @@ def credited_rows(
         assigned = {step.call_id: advantages[rollout.rollout_id, step.call_id] for step in trajectory.steps}
         rows += _rows(rollout, calls, assigned, min_grade, render, refused)
     rows = weigh(rows, aggregation, constant=constant) if rows else []
+    sampled = {call.call_id: _sampled_tokens(call) for calls in by_rollout.values() for call in calls}
+    refused = [replace(one, sampled_tokens=sampled.get(one.call_id or "", 0)) for one in refused]
     return CreditedBatch(rows, refused, diagnostics, samples_of(rows, policy_version))
 
 
@@ -127,6 +129,10 @@ def samples_of(rows: Sequence[Transition], policy_version: int | None = None) ->
             )
         )
     return samples
+
+
+def _sampled_tokens(call: ModelCall) -> int:
+    return sum(len(choice.sampled_token_ids or ()) for choice in call.choices)
 
 
 def _ended(rollouts: Sequence[Rollout], refused: list[Refused]) -> list[Rollout]:

@@ -36,6 +36,8 @@ class Refused:
     call_id: str | None
     """None: the whole rollout."""
     reason: str
+    sampled_tokens: int = 0
+    """Tokens that the engine is known to have sampled in it."""
 
 
 def untrained_because(call: ModelCall) -> str | None:

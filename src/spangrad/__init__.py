@@ -1,1 +1,43 @@
-"""Turn the spans that an agent already emits into gradients for the model behind it."""
+"""Turn the spans that an agent already emits into gradients for the model behind it.
+
+    import spangrad
+
+    spangrad.init()
+
+    @spangrad.rollout
+    def answer(question): ...
+
+The names load on first use: `import spangrad` alone costs next to nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spangrad.tracer.current import current_rollout, reward
+    from spangrad.tracer.rollout import rollout
+    from spangrad.tracer.setup import flush, init, shutdown
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "current_rollout", "flush", "init", "reward", "rollout", "shutdown"]
+
+_HOME = {
+    "current_rollout": "spangrad.tracer.current",
+    "flush": "spangrad.tracer.setup",
+    "init": "spangrad.tracer.setup",
+    "reward": "spangrad.tracer.current",
+    "rollout": "spangrad.tracer.rollout",
+    "shutdown": "spangrad.tracer.setup",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'spangrad' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

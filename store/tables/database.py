@@ -99,7 +99,9 @@ class Database:
         except duckdb.Error as error:
             raise store_error(error, self.path) from error
         finally:
-            cursor.close()
+            with self._lock:
+                self._cursors.discard(cursor)
+                cursor.close()
 
     def close(self) -> None:
         """Fold the log into the file and release it. Harmless when repeated."""

@@ -1,0 +1,114 @@
+"""What several commands share: options, opening a store, extras, ending on SIGTERM.
+
+Importing this module loads nothing heavy; the functions do, when a command calls them.
+"""
+
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import util
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from spangrad.errors import MissingExtraError, StoreError
+
+if TYPE_CHECKING:
+    from spangrad.store.base import Store
+
+DEFAULT_STORE: Final = ".spangrad/store.duckdb"
+
+StoreOption = Annotated[
+    str,
+    typer.Option("--store", envvar="SPANGRAD_STORE", help="DuckDB file, or address of a hub (http://...)."),
+]
+KeyOption = Annotated[
+    str | None, typer.Option("--key", envvar="SPANGRAD_KEY", help="Key for the hub.", show_envvar=True)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line, for scripts.")]
+RolloutsOption = Annotated[
+    list[str] | None, typer.Option("--rollout", "-r", help="Only this rollout; can be given several times.")
+]
+RunOption = Annotated[str | None, typer.Option("--run", help="Only rollouts of this training run.")]
+HostOption = Annotated[str, typer.Option("--host", help="Address to listen on.")]
+KeysOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--keys", help="File with the keys of agent, evaluator and trainer; made if it does not exist."
+    ),
+]
+
+_EXTRAS: Final = {
+    "train": ("torch", "transformers", "tokenizers", "safetensors", "ray"),
+    "agents": ("langgraph", "langchain_openai", "openai"),
+}
+_VLLM_HINT: Final = (
+    "`pip install 'spangrad[vllm]'` with a GPU, `make setup` in a clone without (see CONTRIBUTING.md)"
+)
+
+
+def is_hub(target: str) -> bool:
+    """True for the address of a hub, False for a file."""
+    return target.startswith(("http://", "https://"))
+
+
+@contextmanager
+def opened(target: str, key: str | None, *, must_exist: bool = True) -> "Iterator[Store]":
+    """Open a store for one command.
+
+    Raises:
+        StoreError: There is no such file (a command that only reads makes none), or it can't be opened.
+    """
+    path = Path(target)
+    if must_exist and not is_hub(target) and not path.exists() and not Path(f"{target}.spool").exists():
+        raise StoreError(
+            f"there is no store at {target!r}; record one with `spangrad run -- python my_agent.py`,"
+            " or name another with --store"
+        )
+    from spangrad.store import open_store
+
+    store = open_store(target, key)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def require(purpose: str, *extras: str) -> None:
+    """Raise MissingExtraError with the command that installs it if a package of these extras is not there.
+
+    `vllm` stands for the engine, whatever its distribution is called.
+    """
+    for extra in extras:
+        for module in ("vllm",) if extra == "vllm" else _EXTRAS[extra]:
+            if util.find_spec(module) is None:
+                how = _VLLM_HINT if extra == "vllm" else f"`pip install 'spangrad[{extra}]'`"
+                raise MissingExtraError(
+                    f"{purpose} needs {module}, which is not installed; install it with {how}"
+                )
+
+
+def log_to_stderr() -> None:
+    """Show what spangrad's own modules log; for commands that serve."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("spangrad")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
+@contextmanager
+def stop_on_sigterm() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C, so that what a command started is stopped too."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

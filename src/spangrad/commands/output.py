@@ -1,0 +1,78 @@
+"""How listings are printed: a table on a terminal, tab-separated lines elsewhere, JSON lines on request.
+
+Knows rows as dicts. Text of a trace is printed as text: no markup and no terminal codes in it take effect.
+"""
+
+import base64
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def print_json(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print one JSON object a line; NaN and infinity become null, bytes base64."""
+    for row in rows:
+        print(json.dumps(_plain(row), allow_nan=False, default=str))
+
+
+def print_rows(
+    columns: Sequence[str], rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = ()
+) -> None:
+    """Print the named columns of rows; what is not known is `-`.
+
+    Args:
+        columns: Keys of the rows, also the headings.
+        rows: What to print.
+        right: Columns to align on the right.
+    """
+    if not columns:
+        return
+    if not sys.stdout.isatty():
+        print("\t".join(columns))
+        for row in rows:
+            print("\t".join(cell(row.get(column)) for column in columns))
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for column in columns:
+        side: Literal["left", "right"] = "right" if column in right else "left"
+        table.add_column(column.replace("_", " "), justify=side, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell(row.get(column))) for column in columns))
+    Console().print(table)
+
+
+def note(text: str) -> None:
+    """Say something about a listing without mixing it into the listing."""
+    print(text, file=sys.stderr)
+
+
+def cell(value: Any) -> str:
+    """One value as one line of printable text."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    if isinstance(value, list | tuple):
+        return ", ".join(cell(entry) for entry in value)
+    text = value if isinstance(value, str) else str(value)
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value

@@ -1,0 +1,86 @@
+"""Commands that get spans into a store: run, ingest."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from spangrad.commands.options import DEFAULT_STORE, JsonOption, KeyOption, StoreOption, opened
+from spangrad.commands.output import note, print_json, print_rows
+
+_BROKEN_SHOWN: Final = 10
+
+
+def run(
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND...", help="The agent's own command line.")
+    ],
+    store: StoreOption = DEFAULT_STORE,
+    key: KeyOption = None,
+    rollout: Annotated[
+        str | None, typer.Option("--rollout", help="Id for this rollout; made up if not given.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option("--task", help="Id of the task that the agent works on.")
+    ] = None,
+) -> None:
+    """Run an agent as it is and record its model calls.
+
+    The agent runs in a child process with the tracer loaded into it; its
+    code does not change. Exits with the agent's exit code.
+    """
+    from spangrad.tracer.launch import run_command
+
+    code = run_command(command, store=store, key=key, rollout_id=rollout, task_id=task)
+    if sys.stderr.isatty():
+        note(f"spangrad: recorded into {store}; list it with: spangrad rollouts --store {store}")
+    raise typer.Exit(code)
+
+
+def ingest(
+    paths: Annotated[list[Path], typer.Argument(help="Files of OTLP spans: JSON, JSON lines or protobuf.")],
+    store: StoreOption = DEFAULT_STORE,
+    key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Read traces that another tool exported, and say what each call is good for.
+
+    Every model call gets a grade (exact, ids, text, unusable) and the
+    reasons why it is not better. Reading a file twice stores it once.
+    """
+    from spangrad.adapters.ingest import ingest as ingest_files
+
+    with opened(store, key, must_exist=False) as target, _progress() as progress:
+        found = ingest_files(paths, target, progress=progress)
+    if as_json:
+        print_json([found.to_json()])
+        return
+    rows: list[dict[str, Any]] = []
+    for name, value in found.to_json().items():
+        name = name.removeprefix("by_")
+        if isinstance(value, Mapping):
+            rows += [{"what": name, "which": which, "count": count} for which, count in value.items()]
+        else:
+            rows.append({"what": name, "count": len(value) if isinstance(value, list | tuple) else value})
+    print_rows(("what", "which", "count"), rows, right=("count",))
+    for line in found.broken[:_BROKEN_SHOWN]:
+        note(f"broken: {line.path}:{line.line}: {line.reason}")
+    if len(found.broken) > _BROKEN_SHOWN:
+        note(f"broken: {len(found.broken) - _BROKEN_SHOWN} more; --json lists all")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on standard error; nothing where that is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

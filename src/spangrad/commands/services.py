@@ -1,0 +1,232 @@
+"""Commands that keep running: hub, gateway, serve, up.
+
+Each ends on Ctrl-C and on SIGTERM, and stops what it started.
+"""
+
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spangrad.commands.options import (
+    DEFAULT_STORE,
+    HostOption,
+    KeyOption,
+    KeysOption,
+    StoreOption,
+    is_hub,
+    log_to_stderr,
+    require,
+    stop_on_sigterm,
+)
+from spangrad.commands.output import note
+from spangrad.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from spangrad.store.keys import Keys
+
+NameOption = Annotated[str, typer.Option("--name", help="Model name that agents ask for.")]
+LengthOption = Annotated[
+    int, typer.Option("--max-model-len", min=1, help="Longest prompt plus reply, in tokens.")
+]
+SeqsOption = Annotated[
+    int, typer.Option("--max-num-seqs", min=1, help="Requests worked on at the same time.")
+]
+
+
+class PolicyKind(StrEnum):
+    """Whether the served model is the one that is trained."""
+
+    TRAINED = "trained"
+    FROZEN = "frozen"
+
+
+def hub(
+    store: StoreOption = DEFAULT_STORE,
+    host: HostOption = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 4318,
+    keys: KeysOption = None,
+) -> None:
+    """Serve a store over HTTP: spans in (OTLP), rollout queue, rewards, queries.
+
+    One process owns the DuckDB file; agents, workers and trainers talk to
+    it. Without --keys it listens on this machine only and every caller may
+    do everything.
+    """
+    if is_hub(store):
+        raise ConfigError(f"--store is {store!r}, the address of another hub; a hub needs a file")
+    from spangrad.store.serve import serve
+
+    log_to_stderr()
+    serve(
+        store,
+        host=host,
+        port=port,
+        keys=_keys(keys),
+        on_ready=lambda url: note(f"spangrad: hub at {url}, store {store}"),
+    )
+
+
+def gateway(
+    engine: Annotated[
+        str, typer.Option("--engine", help="Address of the vLLM server.")
+    ] = "http://127.0.0.1:8000",
+    store: StoreOption = DEFAULT_STORE,
+    key: KeyOption = None,
+    host: HostOption = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 8100,
+    keys: KeysOption = None,
+    policy: Annotated[PolicyKind, typer.Option("--policy", help="Is this the model that is trained?")] = (
+        PolicyKind.TRAINED
+    ),
+    raw_log: Annotated[
+        Path | None, typer.Option("--raw-log", help="Append the engine's raw replies here.")
+    ] = None,
+) -> None:
+    """Serve an OpenAI-compatible address that records exact token ids.
+
+    Agents in any language use http://HOST:PORT/v1 as their base URL. The
+    gateway asks vLLM for token ids and logprobs, records them, and gives
+    the agent the reply that it asked for. With --keys agents must send the
+    agent's key.
+    """
+    from spangrad.tracer.gateway.config import GatewayConfig
+    from spangrad.tracer.gateway.serve import serve
+
+    log_to_stderr()
+    agent_key = None if (loaded := _keys(keys)) is None else loaded.agent
+    serve(
+        GatewayConfig(
+            engine_url=engine,
+            store=store,
+            store_key=agent_key if key is None else key,
+            host=host,
+            port=port,
+            agent_key=agent_key,
+            policy=policy.value,
+            raw_log=raw_log,
+        )
+    )
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="Model folder in Hugging Face format.")],
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")] = 8000,
+    name: NameOption = "policy",
+    max_model_len: LengthOption = 1024,
+    max_num_seqs: SeqsOption = 32,
+    dtype: Annotated[str, typer.Option("--dtype", help="float32, or bfloat16.")] = "float32",
+    threads: Annotated[int, typer.Option("--threads", min=1, help="CPU threads of the model.")] = 1,
+    log: Annotated[Path, typer.Option("--log", help="File for vLLM's own output.")] = Path(
+        ".spangrad/logs/engine.log"
+    ),
+) -> None:
+    """Serve a model with vLLM, set up for recording and for weight updates.
+
+    Listens on 127.0.0.1. Put `spangrad gateway` in front of it to record,
+    or use `spangrad up` for both.
+    """
+    require("`spangrad serve`", "vllm")
+    from spangrad.trainer.engine import Engine, EngineConfig
+
+    engine = Engine(
+        EngineConfig(
+            model=model,
+            port=port,
+            served_model_name=name,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            dtype=dtype,
+            threads=threads,
+            log=str(log),
+        )
+    )
+    with stop_on_sigterm():
+        try:
+            engine.start()
+            engine.wait_ready()
+            note(f"spangrad: {name} is served at http://127.0.0.1:{port}/v1; Ctrl-C stops it")
+            _wait_while(engine.is_alive)
+            raise EngineError(f"the engine ended by itself; its output is in {str(log)!r}")
+        except KeyboardInterrupt:
+            note("spangrad: stopping")
+        finally:
+            engine.stop()
+
+
+def up(
+    model: Annotated[
+        str | None, typer.Argument(help="Model folder; without one, hub and gateway only.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Address of a vLLM server that runs already.")
+    ] = None,
+    store: StoreOption = DEFAULT_STORE,
+    folder: Annotated[str, typer.Option("--folder", help="Logs and keys go here.")] = ".spangrad",
+    host: HostOption = "127.0.0.1",
+    hub_port: Annotated[int, typer.Option("--hub-port", min=1, max=65535, help="Port of the hub.")] = 4318,
+    gateway_port: Annotated[
+        int, typer.Option("--gateway-port", min=1, max=65535, help="Port of the gateway.")
+    ] = 8100,
+    engine_port: Annotated[int, typer.Option("--engine-port", min=1, max=65535, help="Port of vLLM.")] = 8000,
+    name: NameOption = "policy",
+    max_model_len: LengthOption = 1024,
+    max_num_seqs: SeqsOption = 32,
+) -> None:
+    """Start hub, gateway and engine together on this machine, and keep them running.
+
+    Says which base URL and key an agent needs.
+    """
+    if is_hub(store):
+        raise ConfigError(
+            f"--store is {store!r}, the address of another hub; `spangrad up` starts its own on a file"
+        )
+    require("`spangrad up`", "train")
+    if model is not None and engine is None:
+        require("`spangrad up MODEL`", "vllm")
+    from spangrad.trainer.up import UpConfig
+    from spangrad.trainer.up import up as start
+
+    with stop_on_sigterm():
+        start(
+            UpConfig(
+                model=model,
+                folder=folder,
+                store=store,
+                host=host,
+                hub_port=hub_port,
+                gateway_port=gateway_port,
+                engine_port=engine_port,
+                engine_url=engine,
+                served_name=name,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+            ),
+            say=_say,
+        )
+
+
+def _keys(file: Path | None) -> "Keys | None":
+    if file is None:
+        return None
+    from spangrad.store.keys import Keys
+
+    if file.exists():
+        return Keys.load(file)
+    keys = Keys.generate()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    keys.save(file)
+    note(f"spangrad: new keys for agent, evaluator and trainer are in {file}")
+    return keys
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _wait_while(is_alive: Callable[[], bool]) -> None:
+    while is_alive():
+        time.sleep(0.5)
