@@ -1,0 +1,81 @@
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from tests.waiting import wait_until
+
+from spangrad.errors import EngineError, PortInUseError
+from spangrad.trainer.processes import Service, free_port, last_line, require_free_port
+
+SERVER = "import http.server,sys; http.server.test(http.server.SimpleHTTPRequestHandler, port=int(sys.argv[1]), bind='127.0.0.1')"
+
+
+def http_service(tmp_path, port):
+    return Service(
+        "files",
+        [sys.executable, "-c", SERVER, str(port)],
+        log=tmp_path / "log",
+        ready_url=f"http://127.0.0.1:{port}/",
+    )
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().split()[2] != "Z"
+
+
+def test_a_taken_port_is_one_clear_error():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUseError, match=rf"hub: 127.0.0.1:{port} is taken"):
+            require_free_port("127.0.0.1", port, what="hub")
+
+
+def test_a_service_starts_answers_and_ends(tmp_path):
+    with http_service(tmp_path, free_port()) as service:
+        pid = service.pid
+        assert service.is_alive() and pid is not None
+    assert not alive(pid)
+
+
+def test_a_child_that_ends_at_once_is_reported_with_its_last_words(tmp_path):
+    service = Service(
+        "hub",
+        [sys.executable, "-c", "raise SystemExit('no such thing')"],
+        log=tmp_path / "log",
+        ready_url="http://127.0.0.1:1/",
+    )
+    with pytest.raises(EngineError, match="hub ended at once: no such thing"), service:
+        pass
+
+
+def test_a_child_dies_with_a_killed_parent(tmp_path):
+    code = (
+        "import sys, pathlib, time\n"
+        "from spangrad.trainer.processes import Service\n"
+        f"s = Service('x', [sys.executable, '-c', 'import time; time.sleep(600)'], log=pathlib.Path({str(tmp_path / 'log')!r}), ready_url='')\n"
+        "s.start(); print(s.pid, flush=True); time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert alive(child)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not alive(child), 10)
+
+
+def test_last_line_skips_blank_lines_and_missing_files(tmp_path):
+    (tmp_path / "log").write_text("one\ntwo\n\n  \n")
+    assert last_line(tmp_path / "log") == "two"
+    assert last_line(tmp_path / "none") == ""

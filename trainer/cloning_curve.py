@@ -1,0 +1,107 @@
+"""What cloning alone reaches when it goes on for longer: the curve beside the demo's.
+
+One long cloning run from the same recorded expert, evaluated at several lengths through
+the same engine, gateway and agent as the demo. `python -m spangrad.trainer.cloning_curve`.
+"""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from spangrad.store import open_store
+from spangrad.trainer.cluster import call, start_learner, start_ray
+from spangrad.trainer.demo import Clock, DemoOptions, prepare
+from spangrad.trainer.evaluation import evaluate
+from spangrad.trainer.publish import publish
+from spangrad.trainer.warm_start import record_expert, start_policy
+
+LENGTHS = (0.5, 1.0, 2.0, 3.0, 4.0)
+"""Lengths that are evaluated, in units of the demo's own cloning."""
+
+
+def cloning_curve(options: DemoOptions, *, console: Console) -> dict[str, Any]:
+    """Clone for the longest of LENGTHS, constant learning rate after the rise, and evaluate on the way."""
+    prepared = prepare(options)
+    clock = Clock(console)
+    points: list[dict[str, float]] = []
+    with prepared.stack as stack:
+        stack.start_hub()
+        start_ray()
+        store = open_store(stack.hub_url, stack.keys.trainer)
+        with clock("the expert is recorded"):
+            calls, _ = record_expert(
+                store, prepared.config, prepared.warm, prepared.keys, run_id="expert", seed=options.seed
+            )
+        folder = prepared.folder / "cloning"
+        rows, _ = start_policy(folder, calls, prepared.warm, seed=options.seed)
+        learner = start_learner(
+            dataclasses.replace(
+                prepared.config.learner,
+                model_path=str(folder),
+                objective="bc",
+                lr=prepared.warm.lr,
+                seed=options.seed,
+                threads=2,
+            )
+        )
+        stack.start_engine(str(folder))
+        stack.start_gateway()
+        done = 0
+        for version, length in enumerate(LENGTHS, 1):
+            steps = round(length * prepared.warm.steps)
+            with clock(f"cloning until step {steps}"):
+                call(
+                    learner.fit_bc,
+                    rows,
+                    steps - done,
+                    prepared.warm.batch_rows,
+                    schedule="constant",
+                    warmup_steps=0 if done else prepared.warm.warmup_steps,
+                )
+            done = steps
+            points.append(_measure(prepared, store, learner, version, steps, clock))
+            console.print(points[-1])
+        store.close()
+    return {"command": "python -m spangrad.trainer.cloning_curve", "seed": options.seed, "points": points}
+
+
+def _measure(
+    prepared: Any, store: Any, learner: Any, version: int, steps: int, clock: Clock
+) -> dict[str, float]:
+    weights = Path(prepared.folder) / "cloning.safetensors"
+    call(learner.export_weights, str(weights))
+    publish(prepared.stack.engine_url, weights, version, gateway_url=prepared.stack.gateway_url)
+    found = {"clone/step": float(steps)}
+    for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+        with clock(f"held-out tasks, {name}"):
+            evaluated = evaluate(
+                store,
+                prepared.config,
+                prepared.keys,
+                label=f"cloning-{name}",
+                policy_version=version,
+                temperature=temperature,
+            )
+        found[f"eval/success_{name}"] = evaluated.success
+    return found
+
+
+def main() -> None:
+    """Entry point of `python -m spangrad.trainer.cloning_curve`."""
+    parser = argparse.ArgumentParser(description="What cloning alone reaches when it goes on for longer.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--example", default=None)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    curve = cloning_curve(
+        DemoOptions(seed=options.seed, example=options.example), console=Console(stderr=options.json)
+    )
+    print(json.dumps(curve), flush=True)
+
+
+if __name__ == "__main__":
+    main()

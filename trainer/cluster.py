@@ -1,0 +1,48 @@
+"""Ray for a run: the local cluster and the learner actor."""
+
+import os
+from typing import Any
+
+import ray
+
+from spangrad.trainer.learner import Learner
+from spangrad.trainer.learner_config import LearnerConfig
+from spangrad.trainer.processes import QUIET_ENV
+
+OBJECT_STORE_BYTES = 200 * 2**20
+
+
+def start_ray(address: str | None = None) -> None:
+    """Connect to a cluster, or start a small one that ends with this process."""
+    if ray.is_initialized():
+        return
+    os.environ.update({name: value for name, value in QUIET_ENV.items() if name not in os.environ})
+    if address is not None:
+        ray.init(address=address, log_to_driver=False)
+        return
+    ray.init(
+        num_cpus=max(2, os.cpu_count() or 2),
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=True,
+        logging_level="ERROR",
+    )
+
+
+def start_learner(config: LearnerConfig) -> Any:
+    """The learner as a Ray actor in a process of its own; errors while loading surface at the first call."""
+    threads = str(config.threads)
+    actor = ray.remote(Learner).options(
+        num_cpus=1,
+        runtime_env={"env_vars": {**QUIET_ENV, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}},
+    )
+    return actor.remote(config)
+
+
+def call(method: Any, *arguments: Any, **named: Any) -> Any:
+    """Call a method of an actor and wait; an error arrives as what it was, not wrapped."""
+    try:
+        return ray.get(method.remote(*arguments, **named))
+    except ray.exceptions.RayTaskError as error:
+        raise error.as_instanceof_cause() from None

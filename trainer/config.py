@@ -1,0 +1,293 @@
+"""Configuration of a training run: one TOML file, checked before anything starts.
+
+    [run]      what this run is called, where it keeps its state, how many updates
+    [hub]      where the store answers
+    [serving]  engine and gateway that serve the policy
+    [agent]    the agent, its tasks and its reward
+    [rollout]  how many rollouts an update learns from
+    [credit]   estimators (spangrad.credit.CreditConfig)
+    [learner]  optimizer and loss (spangrad.trainer.learner.LearnerConfig)
+    [eval]     held-out evaluation
+
+An unknown key is an error that names the nearest known one. Paths are relative to
+the folder of the TOML file. `--set learner.lr=1e-4` overrides one value.
+"""
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spangrad.credit.assign import CreditConfig
+from spangrad.errors import ConfigError
+from spangrad.trainer.learner_config import LearnerConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """What this run is called and how far it goes."""
+
+    id: str
+    """Name of the run; the same name continues the same run."""
+    folder: str = ".spangrad/runs"
+    """Checkpoints and logs go to <folder>/<id>."""
+    updates: int = 20
+    """Number of updates after which the run is finished; 1 or more."""
+    seed: int = 0
+    """Chooses tasks and initialises the learner's random numbers."""
+    keep_checkpoints: int = 2
+    """Checkpoints kept on disk; 1 or more."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        _require(bool(self.id) and all(c.isalnum() or c in "-_." for c in self.id), "run.id", self.id,
+                 "letters, digits, '-', '_' and '.'")  # fmt: skip
+        _require(self.updates >= 1, "run.updates", self.updates, "1 or more")
+        _require(self.keep_checkpoints >= 1, "run.keep_checkpoints", self.keep_checkpoints, "1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class HubConfig:
+    """Where the store answers."""
+
+    url: str = "http://127.0.0.1:4318"
+    """Address of the hub."""
+    keys: str | None = None
+    """File with the hub's keys (`spangrad hub --keys FILE`); None: a hub without keys on loopback."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingConfig:
+    """Engine and gateway that serve the policy."""
+
+    engine_url: str = "http://127.0.0.1:8000"
+    """vLLM's own address, for weight updates."""
+    gateway_url: str = "http://127.0.0.1:8100"
+    """Address that agents call."""
+    model: str = ""
+    """Model folder that the run starts from (Hugging Face format)."""
+    served_name: str = "policy"
+    """Model name that agents ask for."""
+    publish_tolerance: float = 0.02
+    """Largest mean difference, in nats, between the served and the learner's logprobs after a publish."""
+    engine_wait_s: float = 180.0
+    """How long a rollout worker waits for an engine that went away."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """The agent, its tasks and its reward. `path/to/file.py:name` or `package.module:name`."""
+
+    function: str
+    """Called as `function(task: dict)`; sync or async; returns something JSON can hold.
+    `task["temperature"]` is the sampling temperature that the run asks for."""
+    tasks: str
+    """A JSONL file (one task a line, with `task_id`, optionally `split`), or a function
+    `tasks(split, n, seed)` that gives a list of tasks."""
+    reward: str
+    """Called as `reward(task: dict, output) -> float | None` after the rollout ended, outside the
+    agent's process."""
+    concurrency: int = 16
+    """Rollouts that one worker runs at the same time."""
+    workers: int = 1
+    """Rollout workers (Ray tasks)."""
+    timeout_s: float = 120.0
+    """A rollout that takes longer has failed."""
+    max_attempts: int = 3
+    """Attempts per rollout."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment of the agent's process."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        for name in ("concurrency", "workers", "max_attempts"):
+            _require(getattr(self, name) >= 1, f"agent.{name}", getattr(self, name), "1 or more")
+        _require(self.timeout_s > 0, "agent.timeout_s", self.timeout_s, "more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutConfig:
+    """What an update learns from."""
+
+    groups_per_update: int = 16
+    """Tasks per update."""
+    group_size: int = 8
+    """Rollouts of each task; 2 or more for group estimators."""
+    temperature: float = 1.0
+    """Sampling temperature for training rollouts; more than 0."""
+    max_staleness: int = 0
+    """Updates that a trained token may be older than the learner."""
+    refills: int = 3
+    """New sets of tasks tried when a whole batch says nothing (all rewards of every group equal)."""
+    reward_authors: tuple[str, ...] = ("evaluator", "operator")
+    """Whose rewards count. `agent` can be forged by the policy's own process."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        _require(
+            self.groups_per_update >= 1, "rollout.groups_per_update", self.groups_per_update, "1 or more"
+        )
+        _require(self.group_size >= 2, "rollout.group_size", self.group_size, "2 or more")
+        _require(self.temperature > 0, "rollout.temperature", self.temperature, "more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class EvalConfig:
+    """Held-out evaluation."""
+
+    every: int = 0
+    """Evaluate after every so many updates; 0: only before and after."""
+    tasks: int = 128
+    """Held-out tasks before and after."""
+    tasks_between: int = 64
+    """Held-out tasks of the evaluations in between."""
+    success_at: float = 1.0
+    """A rollout succeeded if its reward is at least this."""
+    seed: int = 1_000_003
+    """Seed of the held-out tasks."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """Everything that `spangrad train` needs."""
+
+    run: RunConfig
+    agent: AgentConfig
+    hub: HubConfig = field(default_factory=HubConfig)
+    serving: ServingConfig = field(default_factory=ServingConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    credit: CreditConfig = field(default_factory=CreditConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    base_dir: str = "."
+    """Folder that relative paths start from."""
+
+    @property
+    def folder(self) -> Path:
+        """Where this run keeps its state."""
+        return resolve(self.run.folder, self.base_dir) / self.run.id
+
+
+def resolve(path: str, base_dir: str) -> Path:
+    """`path`, relative to `base_dir` unless absolute."""
+    return Path(base_dir, path).expanduser().resolve()
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a TOML file; `overrides` are `section.key=value` with the value in TOML or as plain text.
+
+    Raises:
+        ConfigError: The file can't be read, a key is unknown, a value has the wrong type or range.
+    """
+    file = Path(path)
+    try:
+        raw = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{str(file)!r} can't be read: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{str(file)!r} is not TOML: {error}") from error
+    for override in overrides:
+        _apply(raw, override)
+    raw.setdefault("base_dir", str(file.resolve().parent))
+    return build(TrainConfig, raw, where=str(file))
+
+
+def build(kind: type[T], raw: Mapping[str, Any], *, where: str) -> T:
+    """Make a config dataclass from plain values, checking names and types."""
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key in raw:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(fields))}"
+            raise ConfigError(f"{where}: unknown key {key!r}{hint}")
+    values = {key: _value(hints[key], value, where=f"{where}: {key}") for key, value in raw.items()}
+    missing = [
+        name
+        for name, f in fields.items()
+        if name not in values
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{where}: {missing[0]!r} is missing")
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The resolved config as plain values, to be written next to the run."""
+    return dataclasses.asdict(config)
+
+
+def _value(hint: Any, value: Any, *, where: str) -> Any:
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where} is {value!r}, expected a table")
+        return build(hint, value, where=where)
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        for option in typing.get_args(hint):
+            if option is type(None) and value is None:
+                return None
+        options = [option for option in typing.get_args(hint) if option is not type(None)]
+        for option in options[:-1]:
+            try:
+                return _value(option, value, where=where)
+            except ConfigError:
+                continue
+        return _value(options[-1], value, where=where)
+    if origin is typing.Literal:
+        if value not in typing.get_args(hint):
+            near = difflib.get_close_matches(
+                str(value), [str(a) for a in typing.get_args(hint)], n=1, cutoff=0.4
+            )
+            extra = f"; did you mean {near[0]!r}?" if near else ""
+            choices = ", ".join(repr(a) for a in typing.get_args(hint))
+            raise ConfigError(f"{where} is {value!r}, expected one of {choices}{extra}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{where} is {value!r}, expected a list")
+        item = typing.get_args(hint)[0]
+        return tuple(_value(item, entry, where=where) for entry in value)
+    if origin is not None:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where} is {value!r}, expected a table")
+        return {str(key): str(entry) for key, entry in value.items()}
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
+        raise ConfigError(f"{where} is {value!r}, expected {hint.__name__}")
+    return value
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not equals or not dot:
+        raise ConfigError(f"--set {override!r}: expected section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    table = raw.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"--set {override!r}: {section!r} is not a table")
+    table[key] = value
+
+
+def _require(holds: bool, key: str, value: object, expected: str) -> None:
+    if not holds:
+        raise ConfigError(f"{key} is {value!r}, expected {expected}")

@@ -1,0 +1,94 @@
+"""Success on held-out tasks, with an interval."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spangrad.store.base import Store
+from spangrad.store.records import Reward, Rollout
+from spangrad.trainer.config import TrainConfig
+from spangrad.trainer.monitors import wilson_interval
+from spangrad.trainer.plugins import load_tasks
+from spangrad.trainer.scheduling import Keys, run_rollouts, worker_config
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Share of held-out tasks on which the agent succeeded, one rollout each."""
+
+    success: float
+    low: float
+    high: float
+    """Wilson's 95% interval."""
+    n: int
+    temperature: float
+    policy_version: int
+    unscored: int
+    """Rollouts that failed or got no reward; they count as no success."""
+
+    def to_json(self) -> dict[str, Any]:
+        """`{"success", "ci", "n"}`."""
+        return {"success": self.success, "ci": [self.low, self.high], "n": self.n}
+
+
+def evaluate(
+    store: Store,
+    config: TrainConfig,
+    keys: Keys,
+    *,
+    label: str,
+    policy_version: int,
+    temperature: float = 0.0,
+    tasks: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Run the agent once on each held-out task.
+
+    Args:
+        store: The hub.
+        config: Names the agent, the tasks and what counts as success.
+        keys: Bearer keys.
+        label: Tells this evaluation from others of the run; the same label and version is not run again.
+        policy_version: Version that is served now.
+        temperature: Sampling temperature; 0 is greedy.
+        tasks: How many held-out tasks; None: `eval.tasks`.
+        on_progress: Called with (ended, all).
+    """
+    count = config.eval.tasks if tasks is None else tasks
+    chosen = load_tasks(config.agent.tasks, "eval", count, seed=config.eval.seed, base_dir=config.base_dir)
+    rollouts = [
+        Rollout(
+            rollout_id=f"{config.run.id}-eval-{label}-v{policy_version:05d}-{index:04d}",
+            task_id=task["task_id"],
+            run_id=config.run.id,
+            task=task,
+            max_attempts=config.agent.max_attempts,
+            split=f"eval-{label}",
+        )
+        for index, task in enumerate(chosen)
+    ]
+    worker = worker_config(
+        config, keys, split=f"eval-{label}", temperature=temperature, policy_version=policy_version
+    )
+    run_rollouts(store, rollouts, worker, workers=config.agent.workers, on_progress=on_progress)
+    values = values_of(store.rewards([r.rollout_id for r in rollouts]), config.rollout.reward_authors)
+    successes = sum(values.get(r.rollout_id, 0.0) >= config.eval.success_at for r in rollouts)
+    low, high = wilson_interval(successes, len(rollouts))
+    return Evaluation(
+        success=successes / len(rollouts),
+        low=low,
+        high=high,
+        n=len(rollouts),
+        temperature=temperature,
+        policy_version=policy_version,
+        unscored=len(rollouts) - len(values),
+    )
+
+
+def values_of(rewards: Sequence[Reward], authors: Sequence[str]) -> dict[str, float]:
+    """Reward per rollout, from these authors; rollouts without one are absent."""
+    return {
+        reward.rollout_id: reward.value
+        for reward in rewards
+        if reward.call_id is None and reward.author is not None and reward.author.value in authors
+    }

@@ -1,0 +1,315 @@
+"""The training loop: rollouts -> credit -> update -> checkpoint -> commit -> publish.
+
+    with Run(config) as run:
+        run.resume()
+        while run.update_index < config.run.updates:
+            batch = run.collect()
+            run.learn(batch)
+            run.publish()
+
+Exactly once. An update becomes real in this order: (1) the learner's state after it,
+together with the list of rollouts it consumed, is a durable checkpoint; (2) the store
+commits the update and marks these rollouts consumed, in one transaction; (3) the
+weights are published. After a crash before (1) the update never happened and the same
+rollouts are trained again from the state before it; after a crash between (1) and (2)
+the checkpoint's list is committed; after a crash before (3) the weights are published.
+"""
+
+import dataclasses
+import json
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from spangrad.credit.pipeline import CreditedBatch, credited_rows
+from spangrad.credit.transition import Transition
+from spangrad.errors import EmptyBatchError, StoreError
+from spangrad.store import open_store
+from spangrad.store.base import Store
+from spangrad.store.records import Policy, Rollout, Update, UpdateSample
+from spangrad.trainer import checkpoint
+from spangrad.trainer.cluster import call, start_learner, start_ray
+from spangrad.trainer.config import TrainConfig, resolve, to_dict
+from spangrad.trainer.evaluation import Evaluation, evaluate
+from spangrad.trainer.plugins import load_tasks
+from spangrad.trainer.publish import prove, publish, served_version
+from spangrad.trainer.scheduling import Keys, run_rollouts, update_rollouts, worker_config
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+
+
+@dataclass(slots=True)
+class TrainReport:
+    """What a call of `train` did."""
+
+    updates: int = 0
+    """Updates of the run so far."""
+    policy_version: int = 0
+    history: list[Metrics] = field(default_factory=list)
+    """Metrics of every update of this call."""
+    evaluations: list[Evaluation] = field(default_factory=list)
+
+
+class Run:
+    """One training run: its learner, its store, its place in the loop."""
+
+    def __init__(self, config: TrainConfig, keys: Keys | None = None) -> None:
+        """Check what can be checked before anything is started."""
+        self.config = config
+        self.keys = keys or load_keys(config)
+        self.update_index = 0
+        self.policy_version = 0
+        self.folder = config.folder
+        self.checkpoints = self.folder / "checkpoints"
+        self.weights = self.folder / "weights.safetensors"
+        self.store: Store = open_store(config.hub.url, self.keys.trainer)
+        self._probe_rows: list[Transition] = []
+
+    def __enter__(self) -> "Run":
+        """Start Ray and the learner, and continue where the last process ended."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.json").write_text(json.dumps(to_dict(self.config), indent=2, default=str))
+        start_ray()
+        model = self.config.learner.model_path or self.config.serving.model
+        self.learner = start_learner(
+            dataclasses.replace(
+                self.config.learner,
+                model_path=str(resolve(model, self.config.base_dir)),
+                seed=self.config.run.seed,
+            )
+        )
+        self._resume()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let go of the store; Ray ends with the process."""
+        self.store.close()
+
+    def _resume(self) -> None:
+        """Load the newest checkpoint, commit what it recorded, publish what should be served."""
+        newest = checkpoint.latest(self.checkpoints)
+        committed = self.store.last_update(self.config.run.id)
+        if newest is not None:
+            update = _update_from_json(call(self.learner.load, str(newest))["update"])
+            self.update_index = update.update_index + 1
+            self.policy_version = update.policy_version
+            self.store.commit_update(update)
+        if committed is not None and committed.update_index >= self.update_index:
+            raise StoreError(
+                f"run {self.config.run.id!r}: the store has update {committed.update_index}, but the newest"
+                f" checkpoint in {str(self.checkpoints)!r} is before it;"
+                " bring the checkpoints back or choose another run.id"
+            )
+        self._ensure_served()
+
+    def _ensure_served(self) -> None:
+        """Publish the learner's weights if the engine serves anything else (also after it was restarted)."""
+        if served_version(self.config.serving.engine_url) != self.policy_version:
+            self._publish_weights()
+
+    def collect(self) -> tuple[CreditedBatch, list[Rollout], Metrics]:
+        """Rollouts of the next update, credited; refilled while no group says anything."""
+        config = self.config.rollout
+        self._ensure_served()
+        seen: list[Rollout] = []
+        started = time.monotonic()
+        credit_s = 0.0
+        for refill in range(config.refills + 1):
+            tasks = self._tasks(refill)
+            worker = worker_config(
+                self.config,
+                self.keys,
+                split="train",
+                temperature=config.temperature,
+                policy_version=self.policy_version,
+            )
+            ended, reports = run_rollouts(
+                self.store,
+                update_rollouts(self.config, self.update_index, refill, tasks),
+                worker,
+                workers=self.config.agent.workers,
+            )
+            seen += ended
+            credit_started = time.monotonic()
+            batch = credited_rows(
+                self.store,
+                seen,
+                self.config.credit,
+                min_grade="exact",
+                authors=config.reward_authors,
+                policy_version=self.policy_version,
+            )
+            credit_s += time.monotonic() - credit_started
+            if any(np.any(row.advantages[row.action_mask] != 0) for row in batch.rows):
+                metrics = {
+                    "time/rollout_s": time.monotonic() - started - credit_s,
+                    "time/credit_s": credit_s,
+                    "rollout/failed_attempts": float(sum(r.failed_attempts for r in reports)),
+                    "rollout/reward_errors": float(sum(r.reward_errors for r in reports)),
+                }
+                return batch, seen, metrics
+            logger.warning("update %d: no group says anything, refill %d", self.update_index, refill + 1)
+        raise EmptyBatchError(self._why_empty(batch, seen))
+
+    def learn(self, batch: CreditedBatch, rollouts: list[Rollout], metrics: Metrics) -> Metrics:
+        """One update: learner, durable checkpoint, commit."""
+        started = time.monotonic()
+        metrics = metrics | batch_metrics(batch)
+        metrics |= call(self.learner.update, batch.rows, policy_version=self.policy_version)
+        metrics["data/dropped_tokens"] = metrics["data/sampled_tokens"] - metrics["data/trained_tokens"]
+        metrics["time/update_s"] = time.monotonic() - started
+        update = Update(
+            run_id=self.config.run.id,
+            update_index=self.update_index,
+            policy_version=self.policy_version + 1,
+            rollout_ids=[rollout.rollout_id for rollout in rollouts],
+            samples=batch.samples,
+            metrics=metrics,
+            checkpoint=str(self.checkpoints),
+            time_ns=time.time_ns(),
+        )
+        call(
+            self.learner.save,
+            str(self.checkpoints),
+            record={"update": dataclasses.asdict(update)},
+            keep=self.config.run.keep_checkpoints,
+        )
+        self.store.commit_update(update)
+        self.update_index += 1
+        self.policy_version += 1
+        self._probe_rows = list(batch.rows[:4])
+        return metrics
+
+    def publish(self) -> Metrics:
+        """Serve the learner's weights, and prove that they are served."""
+        started = time.monotonic()
+        proof = self._publish_weights()
+        return {"time/publish_s": time.monotonic() - started} | proof
+
+    def _publish_weights(self) -> Metrics:
+        serving = self.config.serving
+        call(self.learner.export_weights, str(self.weights))
+        publish(serving.engine_url, self.weights, self.policy_version, gateway_url=serving.gateway_url)
+        self.store.put_policy(
+            Policy(
+                run_id=self.config.run.id,
+                policy_version=self.policy_version,
+                path=str(self.weights),
+                time_ns=time.time_ns(),
+                parent_version=self.policy_version - 1 if self.policy_version else None,
+            )
+        )
+        if not self._probe_rows:
+            return {}
+        proof = prove(
+            serving.engine_url,
+            [row.token_ids.tolist() for row in self._probe_rows],
+            call(self.learner.score, [_whole(row) for row in self._probe_rows]),
+            tolerance_nats=serving.publish_tolerance,
+        )
+        return {"gap/published_mean": proof.mean_gap, "gap/published_max": proof.max_gap}
+
+    def _tasks(self, refill: int) -> list[dict[str, Any]]:
+        """The tasks of an update depend on seed and index alone, so that a restart asks for the same."""
+        count = self.config.rollout.groups_per_update
+        seed = random.Random(f"{self.config.run.seed}-{self.update_index}-{refill}").getrandbits(31)
+        return load_tasks(self.config.agent.tasks, "train", count, seed=seed, base_dir=self.config.base_dir)
+
+    def _why_empty(self, batch: CreditedBatch, rollouts: list[Rollout]) -> str:
+        trainable = sum(int(row.action_mask.sum()) for row in batch.rows)
+        first = f"; first refusal: {batch.refused[0].reason}" if batch.refused else ""
+        failed = [rollout for rollout in rollouts if rollout.error]
+        broken = f"; first failure: {failed[0].error_type}: {failed[0].error}" if failed else ""
+        return (
+            f"update {self.update_index}: nothing to learn from {len(rollouts)} rollouts:"
+            f" {trainable} trainable tokens, {int(batch.diagnostics.get('groups/informative', 0))} of"
+            f" {int(batch.diagnostics.get('groups/all', 0))} groups with different rewards,"
+            f" {len(batch.refused)} calls refused{first}{broken}; the rollouts stay in the store unconsumed"
+        )
+
+
+def train(
+    config: TrainConfig,
+    *,
+    keys: Keys | None = None,
+    on_update: Callable[[int, Metrics], None] | None = None,
+    evaluate_after: bool = True,
+) -> TrainReport:
+    """Run until `run.updates` updates are done; the same command continues after a crash.
+
+    Args:
+        config: See `spangrad.trainer.config`.
+        keys: Bearer keys; None: read from `hub.keys`.
+        on_update: Called with (update index, metrics) after every update.
+        evaluate_after: Evaluate in between as `eval.every` says.
+    """
+    report = TrainReport()
+    with Run(config, keys) as run:
+        while run.update_index < config.run.updates:
+            batch, rollouts, metrics = run.collect()
+            metrics = run.learn(batch, rollouts, metrics)
+            metrics |= run.publish()
+            if evaluate_after and config.eval.every and run.update_index % config.eval.every == 0:
+                metrics |= _evaluate_between(run, report)
+            report.history.append(metrics)
+            if on_update is not None:
+                on_update(run.update_index - 1, metrics)
+        report.updates = run.update_index
+        report.policy_version = run.policy_version
+    return report
+
+
+def _evaluate_between(run: Run, report: TrainReport) -> Metrics:
+    started = time.monotonic()
+    found = evaluate(
+        run.store,
+        run.config,
+        run.keys,
+        label="between",
+        policy_version=run.policy_version,
+        tasks=run.config.eval.tasks_between,
+    )
+    report.evaluations.append(found)
+    return {"eval/success_greedy": found.success, "time/eval_s": time.monotonic() - started}
+
+
+def batch_metrics(batch: CreditedBatch) -> Metrics:
+    """Numbers that describe what an update is about to learn from."""
+    metrics = {f"credit/{name.replace('/', '_')}": float(v) for name, v in batch.diagnostics.items()}
+    for name, source in (("reward/mean", "reward/mean"), ("reward/spread", "reward/std_in_groups")):
+        if source in batch.diagnostics:
+            metrics[name] = float(batch.diagnostics[source])
+    metrics["data/refused_calls"] = float(len(batch.refused))
+    metrics["data/sampled_tokens"] = float(
+        sum(int(row.action_mask.sum()) for row in batch.rows)
+        + sum(refused.sampled_tokens for refused in batch.refused)
+    )
+    return metrics
+
+
+def load_keys(config: TrainConfig) -> Keys:
+    """Keys of the hub that the config names; none on a hub without keys."""
+    if config.hub.keys is None:
+        return Keys()
+    from spangrad.store.keys import Keys as HubKeys
+
+    loaded = HubKeys.load(resolve(config.hub.keys, config.base_dir))
+    return Keys(agent=loaded.agent, evaluator=loaded.evaluator, trainer=loaded.trainer)
+
+
+def _whole(row: Transition) -> Transition:
+    """The same tokens with every one but the first to be scored, at temperature 1."""
+    mask = np.ones(len(row.token_ids), dtype=np.bool_)
+    mask[0] = False
+    return dataclasses.replace(row, action_mask=mask, temperature=1.0)
+
+
+def _update_from_json(raw: dict[str, Any]) -> Update:
+    return Update(**{**raw, "samples": [UpdateSample(**sample) for sample in raw["samples"]]})

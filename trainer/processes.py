@@ -1,0 +1,164 @@
+"""Child processes that die with their parent: hub, gateway, agent hosts.
+
+Knows how to start, wait for, and end a process. Knows nothing of what it serves.
+
+* A child is killed by the kernel when its parent dies, however it dies (Linux).
+* A port is checked before a child is started, so that "taken" is one clear line.
+* `stop` sends SIGTERM, waits, then SIGKILL; it only touches the child's own group.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+from spangrad.errors import EngineError, PortInUseError
+
+QUIET_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "TOKENIZERS_PARALLELISM": "false",
+    # A waiting OpenMP thread that spins takes a core from the engine on small machines.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+"""Environment of every child: nothing may wait for a network that may not be there."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends. Call it in the child; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def require_free_port(host: str, port: int, *, what: str) -> None:
+    """Raise PortInUseError if nothing can listen at that address."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PortInUseError(
+                f"{what}: {host}:{port} is taken ({error.strerror});"
+                " stop what listens there or choose another port"
+            ) from error
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on right now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Service:
+    """One child process with a log file and a URL that answers when it is ready."""
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        log: Path,
+        ready_url: str,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Describe the child; `start` starts it."""
+        self.name = name
+        self.argv = list(argv)
+        self.log = log
+        self.ready_url = ready_url
+        self.env = {**os.environ, **QUIET_ENV, **(env or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while started."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> "Service":
+        """Start the child; its output goes to the end of the log file."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                self.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self.env,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        return self
+
+    def is_alive(self) -> bool:
+        """True while the child runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def wait_ready(self, timeout_s: float = 30.0) -> "Service":
+        """Wait until `ready_url` answers 200; EngineError with the log's last line if it does not."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if not self.is_alive():
+                raise EngineError(f"{self.name} ended at once: {last_line(self.log)} (log: {self.log})")
+            try:
+                if httpx.get(self.ready_url, timeout=2.0).status_code == 200:
+                    return self
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.05)
+        raise EngineError(
+            f"{self.name} did not answer at {self.ready_url} in {timeout_s:.0f} s (log: {self.log})"
+        )
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the child: SIGTERM, then SIGKILL for its whole group."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_s)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def __enter__(self) -> "Service":
+        """Start and wait until ready."""
+        self.start()
+        try:
+            return self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        """Stop."""
+        self.stop()
+
+
+def last_line(log: Path, *, bytes_back: int = 4096) -> str:
+    """Last line of a log that says something; '' if there is none."""
+    try:
+        with log.open("rb") as lines:
+            lines.seek(max(0, log.stat().st_size - bytes_back))
+            said = [
+                line.strip() for line in lines.read().decode(errors="replace").splitlines() if line.strip()
+            ]
+    except OSError:
+        return ""
+    return said[-1] if said else ""

@@ -1,0 +1,325 @@
+"""Put new weights into a running engine, and prove that it serves them.
+
+Knows vLLM's control endpoints. Does not know where the weights come from or who is
+asked for completions.
+
+    pause(keep) -> start -> update -> finish(version) -> reset prefix cache -> resume
+
+Invariants:
+* the engine never changes weights while it computes: it is paused first, and resumed
+  whatever happens;
+* no token is labelled with a version that did not sample it: weights and version change
+  while nothing is sampled, and a half-done change is labelled `unknown`;
+* no block of the key-value cache outlives the weights that made it, those of running
+  requests included: they are computed again, and continue with the new weights;
+* publishing the same version again is harmless.
+"""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import numpy as np
+
+from spangrad.errors import PublishError
+from spangrad.trainer.vllm_plugin import REFUSAL
+
+PauseMode = Literal["keep", "wait", "abort"]
+
+UNKNOWN_VERSION = "unknown"
+"""Version of an engine whose weights are neither the old nor the new ones for sure."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """What a publish did."""
+
+    seconds: float
+    """From the pause to the resume."""
+    version: int
+    """Policy version that the engine serves now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """How far the served logprobs are from the learner's."""
+
+    mean_gap: float
+    """Mean absolute difference, nats."""
+    max_gap: float
+    """Largest absolute difference, nats."""
+    moved: float | None
+    """Mean absolute difference between the served logprobs before and now, nats; None: not asked."""
+    tokens: int
+    """Tokens compared."""
+
+
+def publish(
+    engine_url: str,
+    weights_path: str | Path,
+    version: int,
+    *,
+    mode: PauseMode = "keep",
+    timeout_s: float = 120.0,
+    gateway_url: str | None = None,
+    gateway_key: str | None = None,
+) -> PublishReport:
+    """Serve the weights of a safetensors file as `version`.
+
+    Args:
+        engine_url: Address of vLLM, without `/v1`.
+        weights_path: A safetensors file with Hugging Face names that the engine's machine can read.
+        version: Policy version, 0 or more.
+        mode: What becomes of running requests: `keep` freezes and continues them, `wait` lets them end
+            first, `abort` ends them.
+        timeout_s: Longest wait for one answer of the engine.
+        gateway_url: Gateway to tell that the version changed.
+        gateway_key: Bearer key for the gateway, if it needs one.
+
+    Raises:
+        PublishError: Says what went wrong and what the engine serves now.
+    """
+    path = Path(weights_path).absolute()
+    with _client(engine_url, timeout_s) as client:
+        started = time.monotonic()
+        try:
+            _post(client, f"/pause?mode={mode}")
+        except PublishError:
+            with contextlib.suppress(PublishError):
+                _post(client, "/resume")  # a pause that timed out may still come
+            raise
+        try:
+            _replace_weights(client, path, version)
+        except PublishError as error:
+            raise _resumed_after(client, error) from error
+        except BaseException:
+            with contextlib.suppress(PublishError):
+                _post(client, "/resume")
+            raise
+        _post(client, "/resume")
+        seconds = time.monotonic() - started
+    if gateway_url is not None:
+        _refresh_gateway(gateway_url, gateway_key, version, timeout_s)
+    return PublishReport(seconds=seconds, version=version)
+
+
+def served_version(engine_url: str, *, timeout_s: float = 10.0) -> int | None:
+    """Policy version that the engine serves; None before the first publish and after a broken one.
+
+    Raises:
+        PublishError: The engine does not answer.
+    """
+    with _client(engine_url, timeout_s) as client:
+        return _version(client)
+
+
+def served_logprobs(
+    engine_url: str, token_ids_rows: Sequence[Sequence[int]], *, timeout_s: float = 120.0
+) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
+    """Logprob that the engine gives to every token of a row but the first, at temperature 1.
+
+    These are vLLM's `prompt_logprobs`: of the plain model whatever `--logprobs-mode` and the
+    sampling parameters say, and computed afresh, never from the prefix cache. A row of n tokens
+    gives n - 1 values, element t for token t + 1. A row that fills the engine's context
+    is cut by one token: vLLM wants room for an answer.
+
+    Raises:
+        PublishError: The engine does not answer, or refuses the rows.
+    """
+    with _client(engine_url, timeout_s) as client:
+        model = _get(client, "/v1/models")["data"][0]
+        longest = int(model["max_model_len"]) - 1
+        rows = [[int(token) for token in row[:longest]] for row in token_ids_rows]
+        if short := [index for index, row in enumerate(rows) if len(row) < 2]:
+            raise PublishError(
+                f"row {short[0]} has fewer than 2 tokens; the first token of a row has no logprob"
+            )
+        if not rows:
+            return []
+        body = {
+            **{"model": model["id"], "prompt": rows, "max_tokens": 1},
+            **{"temperature": 0.0, "prompt_logprobs": 0},
+        }
+        choices = sorted(_post(client, "/v1/completions", body)["choices"], key=lambda c: int(c["index"]))
+    return [
+        np.array(
+            [
+                entry[str(token)]["logprob"]
+                for entry, token in zip(c["prompt_logprobs"][1:], row[1:], strict=True)
+            ]
+        )
+        for c, row in zip(choices, rows, strict=True)
+    ]
+
+
+def prove(
+    engine_url: str,
+    token_ids_rows: Sequence[Sequence[int]],
+    learner_logprobs: Sequence[Sequence[float] | np.ndarray[Any, Any]],
+    *,
+    tolerance_nats: float,
+    before: Sequence[np.ndarray[Any, Any]] | None = None,
+    timeout_s: float = 120.0,
+) -> Proof:
+    """Compare what the engine serves with what the learner computes for the same tokens.
+
+    Args:
+        engine_url: Address of vLLM, without `/v1`.
+        token_ids_rows: Whole rows, prompt included, 2 tokens or more each.
+        learner_logprobs: For every row of n tokens, n - 1 logprobs at temperature 1, nats.
+        tolerance_nats: Largest acceptable mean difference; about 1e-5 is usual in float32, 0.04 in bfloat16.
+        before: What `served_logprobs` said before the publish, to measure how far it moved.
+        timeout_s: Longest wait for the engine.
+
+    Raises:
+        PublishError: The mean difference is larger (or not a number).
+    """
+    for index, (row, learner) in enumerate(zip(token_ids_rows, learner_logprobs, strict=True)):
+        if len(learner) != len(row) - 1:
+            raise PublishError(
+                f"row {index} has {len(row)} tokens and {len(learner)} learner logprobs;"
+                f" expected {len(row) - 1}, one for every token but the first"
+            )
+    served = served_logprobs(engine_url, token_ids_rows, timeout_s=timeout_s)
+    gaps = _gaps(served, learner_logprobs)
+    if not gaps.size:
+        raise PublishError("there is no token to compare; give at least one row")
+    proof = Proof(
+        mean_gap=float(gaps.mean()),
+        max_gap=float(gaps.max()),
+        moved=None if before is None else float(_gaps(served, before).mean()),
+        tokens=int(gaps.size),
+    )
+    if not proof.mean_gap <= tolerance_nats:
+        raise PublishError(
+            f"the engine at {engine_url} serves other weights than the learner's: mean logprob difference"
+            f" {proof.mean_gap:.4g} nats over {proof.tokens} tokens, expected {tolerance_nats:g} or less;"
+            " publish again or restart the engine"
+        )
+    return proof
+
+
+def _replace_weights(client: httpx.Client, path: Path, version: int) -> None:
+    """Load, label and forget what the old weights computed. The engine is paused."""
+    old = _version(client)
+    served = f"version {old}" if old is not None else "the weights that it served before"
+    try:
+        _start_update(client)
+        _post(client, "/update_weights", {"update_info": {"path": str(path)}})
+    except PublishError as error:
+        if REFUSAL in str(error):
+            reason = str(error).split(REFUSAL, 1)[1]
+            raise PublishError(
+                f"version {version} was not published: {str(path)!r} {reason}; the engine serves {served}"
+            ) from error
+        raise _half_done(client, version, error) from error
+    try:
+        _post(client, "/finish_weight_update", {"weight_version": str(version)})
+        if not _post(client, "/reset_prefix_cache?reset_running_requests=true").get("success"):
+            raise PublishError("the engine could not reset its prefix cache")
+    except PublishError as error:
+        raise _half_done(client, version, error) from error
+
+
+def _resumed_after(client: httpx.Client, error: PublishError) -> PublishError:
+    try:
+        _post(client, "/resume")
+    except PublishError as second:
+        return PublishError(f"{error}; the engine could not be resumed either ({second})")
+    return error
+
+
+def _refresh_gateway(url: str, key: str | None, version: int, timeout_s: float) -> None:
+    with _client(url, timeout_s, key) as client:
+        try:
+            _post(client, "/spangrad/refresh")
+        except PublishError as error:
+            raise PublishError(
+                f"the engine serves version {version}, but the gateway was not told: {error}"
+            ) from error
+
+
+def _start_update(client: httpx.Client) -> None:
+    try:
+        _post(client, "/start_weight_update")
+    except PublishError as error:
+        if "already active" not in str(error):
+            raise
+        # A trainer died between start and finish; the backend had loaded nothing or all.
+        _post(client, "/finish_weight_update", {})
+        _post(client, "/start_weight_update")
+
+
+def _half_done(client: httpx.Client, version: int, error: PublishError) -> PublishError:
+    try:
+        _post(client, "/update_weight_version", {"new_version": UNKNOWN_VERSION})
+    except PublishError:
+        return PublishError(
+            f"version {version} was not published: {error}; the engine can't be used, restart it"
+        )
+    return PublishError(
+        f"version {version} was not published: {error}; the engine may serve a mix of old and new weights,"
+        f" labelled {UNKNOWN_VERSION!r}: publish again or restart it"
+    )
+
+
+def _version(client: httpx.Client) -> int | None:
+    value = str(_get(client, "/weight_info").get("weight_version"))
+    return int(value) if value.isascii() and value.isdecimal() else None
+
+
+def _gaps(
+    ours: Sequence[np.ndarray[Any, Any]], theirs: Sequence[Sequence[float] | np.ndarray[Any, Any]]
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    pairs = [(a, np.asarray(b, dtype=np.float64)[: len(a)]) for a, b in zip(ours, theirs, strict=True)]
+    return np.concatenate([np.abs(a - b) for a, b in pairs]) if pairs else np.zeros(0)
+
+
+def _client(url: str, timeout_s: float, key: str | None = None) -> httpx.Client:
+    """A client that keeps no connection: vLLM closes the one on which it reported a failure."""
+    return httpx.Client(
+        base_url=url,
+        timeout=timeout_s,
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        limits=httpx.Limits(max_keepalive_connections=0),
+    )
+
+
+def _get(client: httpx.Client, path: str) -> dict[str, Any]:
+    return _answer(client, "GET", path, None)
+
+
+def _post(client: httpx.Client, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    return _answer(client, "POST", path, body)
+
+
+def _answer(client: httpx.Client, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    where = f"{method} {str(client.base_url).rstrip('/')}{path.split('?')[0]}"
+    try:
+        response = client.request(method, path, json=body)
+    except httpx.HTTPError as error:
+        raise PublishError(
+            f"{where} got no answer ({type(error).__name__}: {error}); is the engine running?"
+        ) from error
+    if response.status_code == 404:
+        raise PublishError(
+            f"{where} is unknown there; expected a vLLM server started by `spangrad serve` (or with"
+            " VLLM_SERVER_DEV_MODE=1)"
+        )
+    if response.is_error:
+        raise PublishError(f"{where} answered {response.status_code}: {_message(response)}")
+    value = response.json() if response.content else {}
+    return value if isinstance(value, dict) else {}
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        value = response.json()
+    except ValueError:
+        return response.text[:500].strip() or "nothing"
+    error = value.get("error", value) if isinstance(value, dict) else value
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]

@@ -1,0 +1,140 @@
+"""Get a set of rollouts done: enqueue them, send Ray workers, wait for the last one.
+
+Knows the queue and Ray. Knows nothing of credit, learning or publishing.
+
+* Rollout ids are derived from run, update and place, so that enqueueing again after a
+  crash adds nothing and what is finished is not run twice.
+* A rollout that a dead worker held becomes claimable when its lease runs out; until
+  then `run_rollouts` waits for it.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import ray
+
+from spangrad.errors import RolloutError
+from spangrad.store.base import Store
+from spangrad.store.records import Rollout, RolloutStatus
+from spangrad.trainer.config import TrainConfig
+from spangrad.trainer.rollouts import WorkerConfig, WorkerReport, run_worker
+
+ENDED = (RolloutStatus.SUCCEEDED, RolloutStatus.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Bearer keys of the three roles; None on a hub without keys."""
+
+    agent: str | None = None
+    evaluator: str | None = None
+    trainer: str | None = None
+
+
+def update_rollouts(
+    config: TrainConfig, update_index: int, refill: int, tasks: Sequence[dict[str, Any]]
+) -> list[Rollout]:
+    """The rollouts that an update learns from: `group_size` of each task."""
+    stem = f"{config.run.id}-u{update_index:05d}" + (f"r{refill}" if refill else "")
+    return [
+        Rollout(
+            rollout_id=f"{stem}-g{g:03d}-m{m:02d}",
+            task_id=task["task_id"],
+            group_id=f"{stem}-g{g:03d}",
+            run_id=config.run.id,
+            task=task,
+            max_attempts=config.agent.max_attempts,
+            split="train",
+        )
+        for g, task in enumerate(tasks)
+        for m in range(config.rollout.group_size)
+    ]
+
+
+def worker_config(
+    config: TrainConfig,
+    keys: Keys,
+    *,
+    split: str,
+    temperature: float,
+    policy_version: int | None,
+    reward: bool = True,
+) -> WorkerConfig:
+    """What a rollout worker of this run needs."""
+    return WorkerConfig(
+        store=config.hub.url,
+        evaluator_key=keys.evaluator,
+        agent_key=keys.agent,
+        gateway_url=config.serving.gateway_url,
+        model=config.serving.served_name,
+        function=config.agent.function,
+        reward=config.agent.reward if reward else None,
+        base_dir=config.base_dir,
+        run_id=config.run.id,
+        split=split,
+        concurrency=config.agent.concurrency,
+        timeout_s=config.agent.timeout_s,
+        temperature=temperature,
+        log=str(config.folder / "agent.log"),
+        policy_version=policy_version,
+        env=config.agent.env,
+        engine_wait_s=config.serving.engine_wait_s,
+    )
+
+
+def run_rollouts(
+    store: Store,
+    rollouts: Sequence[Rollout],
+    worker: WorkerConfig,
+    *,
+    workers: int,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> tuple[list[Rollout], list[WorkerReport]]:
+    """Enqueue rollouts and return them ended, with the workers' reports.
+
+    Raises:
+        RolloutError: The agent can't be started.
+        EngineError: The engine stayed away.
+    """
+    store.enqueue(rollouts)
+    ids = [rollout.rollout_id for rollout in rollouts]
+    reports: list[WorkerReport] = []
+    while True:
+        ended = store.rollouts(rollout_ids=ids)
+        waiting = [rollout for rollout in ended if rollout.status not in ENDED]
+        if on_progress is not None:
+            on_progress(len(ended) - len(waiting), len(ids))
+        if not waiting:
+            if worker.check_engine:
+                _flush_gateway(worker)
+            return ended, reports
+        if not any(_is_claimable(rollout) for rollout in waiting):
+            time.sleep(0.2)
+            continue
+        task = ray.remote(run_worker).options(num_cpus=0.5, max_retries=0)
+        share = [replace(worker, log=f"{worker.log}.{n}" if n else worker.log) for n in range(workers)]
+        try:
+            reports += ray.get([task.remote(config) for config in share])
+        except ray.exceptions.RayTaskError as error:
+            raise error.as_instanceof_cause() from None
+        except ray.exceptions.WorkerCrashedError as error:
+            raise RolloutError(f"a rollout worker died: {error}") from error
+
+
+def _is_claimable(rollout: Rollout) -> bool:
+    if rollout.status is RolloutStatus.QUEUED:
+        return True
+    return rollout.lease_until_ns is not None and rollout.lease_until_ns < time.time_ns()
+
+
+def _flush_gateway(worker: WorkerConfig) -> None:
+    """Have the gateway hand over the spans of all ended calls before anybody reads them."""
+    url = f"{worker.gateway_url}/spangrad/flush"
+    headers = {"authorization": f"Bearer {worker.agent_key}"} if worker.agent_key else {}
+    try:
+        httpx.post(url, headers=headers, timeout=60.0).raise_for_status()
+    except httpx.HTTPError as error:
+        raise RolloutError(f"the gateway could not hand over its spans at {url}: {error}") from error

@@ -1,0 +1,185 @@
+"""Hub, gateway and engine together on one machine: `spangrad up`, and the ground under `spangrad demo`.
+
+Knows which process needs which address and key. Knows nothing of training.
+
+* Ports are checked before anything starts; each process logs into `<folder>/logs`.
+* Keys are made once and kept in a file that only its owner can read. Gateway and
+  agents get the agent's key; nobody but the trainer gets the trainer's.
+* `watch` starts the engine again if it dies. A trainer that finds another version than
+  its own publishes again.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from spangrad.store.keys import Keys
+from spangrad.trainer.engine import Engine, EngineConfig
+from spangrad.trainer.processes import Service, require_free_port
+
+
+@dataclass(frozen=True, slots=True)
+class UpConfig:
+    """What to start, and where."""
+
+    model: str | None
+    """Model folder for the engine; None: hub and gateway only, for an engine that runs elsewhere."""
+    folder: str = ".spangrad"
+    """Logs and keys."""
+    store: str = ".spangrad/store.duckdb"
+    """The hub's file."""
+    host: str = "127.0.0.1"
+    """Address of hub and gateway."""
+    hub_port: int = 4318
+    gateway_port: int = 8100
+    engine_port: int = 8000
+    engine_url: str | None = None
+    """An engine that runs elsewhere; None: `engine_port` on this machine."""
+    served_name: str = "policy"
+    max_model_len: int = 1024
+    """Longest prompt plus reply, tokens."""
+    max_num_seqs: int = 32
+    """Requests that the engine works on at the same time."""
+    raw_log: str | None = None
+    """File for the engine's raw replies, for audits; None: not kept."""
+
+
+class Stack:
+    """The running processes."""
+
+    def __init__(self, config: UpConfig) -> None:
+        """Make or load the keys; `start_hub` and the others start processes."""
+        self.config = config
+        self.folder = Path(config.folder).resolve()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.keys_file = self.folder / "keys.json"
+        self.keys = Keys.load(self.keys_file) if self.keys_file.exists() else Keys.generate()
+        if not self.keys_file.exists():
+            self.keys.save(self.keys_file)
+        self.hub: Service | None = None
+        self.gateway: Service | None = None
+        self.engine: Engine | None = None
+
+    @property
+    def hub_url(self) -> str:
+        """Address of the hub."""
+        return f"http://{self.config.host}:{self.config.hub_port}"
+
+    @property
+    def gateway_url(self) -> str:
+        """Address that agents call; they add `/v1`."""
+        return f"http://{self.config.host}:{self.config.gateway_port}"
+
+    @property
+    def engine_url(self) -> str:
+        """The engine's own address."""
+        return self.config.engine_url or f"http://127.0.0.1:{self.config.engine_port}"
+
+    def check_ports(self) -> None:
+        """Raise PortInUseError for the first address that is taken."""
+        require_free_port(self.config.host, self.config.hub_port, what="hub")
+        require_free_port(self.config.host, self.config.gateway_port, what="gateway")
+        if self.config.engine_url is None and self.config.model is not None:
+            require_free_port("127.0.0.1", self.config.engine_port, what="engine")
+
+    def start_hub(self) -> None:
+        """Start the hub and wait until it answers."""
+        self.hub = Service(
+            "hub",
+            [
+                *(sys.executable, "-m", "spangrad", "hub"),
+                *("--store", str(Path(self.config.store).resolve())),
+                *("--host", self.config.host, "--port", str(self.config.hub_port)),
+                *("--keys", str(self.keys_file)),
+            ],
+            log=self.folder / "logs" / "hub.log",
+            ready_url=f"{self.hub_url}/healthz",
+        ).start()
+        self.hub.wait_ready(60.0)
+
+    def start_gateway(self) -> None:
+        """Start the gateway and wait until it answers."""
+        raw_log = ("--raw-log", self.config.raw_log) if self.config.raw_log else ()
+        self.gateway = Service(
+            "gateway",
+            [
+                *(sys.executable, "-m", "spangrad", "gateway"),
+                *("--engine", self.engine_url, "--store", self.hub_url),
+                *("--host", self.config.host, "--port", str(self.config.gateway_port)),
+                *("--keys", str(self.keys_file)),
+                *raw_log,
+            ],
+            log=self.folder / "logs" / "gateway.log",
+            ready_url=f"{self.gateway_url}/spangrad/health",
+        ).start()
+        self.gateway.wait_ready(60.0)
+
+    def start_engine(self, model: str | None = None) -> None:
+        """Start the engine and wait until it serves."""
+        folder = model or self.config.model
+        assert folder is not None
+        self.engine = Engine(
+            EngineConfig(
+                model=folder,
+                port=self.config.engine_port,
+                served_model_name=self.config.served_name,
+                max_model_len=self.config.max_model_len,
+                max_num_seqs=self.config.max_num_seqs,
+                log=str(self.folder / "logs" / "engine.log"),
+            )
+        )
+        self.engine.start()
+        self.engine.wait_ready()
+
+    def stop(self) -> None:
+        """Stop what was started, agents' side first, the store last."""
+        for part in (self.gateway, self.engine, self.hub):
+            if part is not None:
+                part.stop()
+        self.gateway = self.engine = self.hub = None
+
+    def __enter__(self) -> "Stack":
+        """Nothing is started yet; leaving stops whatever was."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop everything."""
+        self.stop()
+
+
+def up(config: UpConfig, *, say: Callable[[str], None] = print) -> None:
+    """Start hub, engine and gateway, say where they are, and keep the engine alive until interrupted."""
+    with Stack(config) as stack:
+        stack.check_ports()
+        stack.start_hub()
+        say(f"hub      {stack.hub_url}  (store {config.store}, keys {stack.keys_file})")
+        if config.engine_url is None and config.model is not None:
+            say("engine   starting, about 20 s ...")
+            stack.start_engine()
+        say(f"engine   {stack.engine_url}")
+        stack.start_gateway()
+        say(f"gateway  {stack.gateway_url}/v1")
+        say("         OPENAI_BASE_URL of your agent; OPENAI_API_KEY is the agent's key from the file of keys")
+        watch(stack, say=say)
+
+
+def watch(stack: Stack, *, say: Callable[[str], None], interval_s: float = 1.0) -> None:
+    """Start again what dies. Returns on KeyboardInterrupt."""
+    try:
+        while True:
+            time.sleep(interval_s)
+            if stack.engine is not None and not stack.engine.is_alive():
+                say("engine   died; starting it again")
+                stack.start_engine()
+                say("engine   is back; a trainer publishes its version again before the next update")
+            for name, service, start in (
+                ("hub", stack.hub, stack.start_hub),
+                ("gateway", stack.gateway, stack.start_gateway),
+            ):
+                if service is not None and not service.is_alive():
+                    say(f"{name}  died; starting it again")
+                    start()
+    except KeyboardInterrupt:
+        say("stopping")
