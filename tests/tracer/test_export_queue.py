@@ -1,0 +1,76 @@
+"""The bounded queue between the agent and the exporter."""
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import SpanContext
+
+from spangrad.tracer.exporter import HubExporter, SpoolExporter
+from spangrad.tracer.runtime import EndedSpan
+from spangrad.tracer.worker import Worker
+from tests.tracer.recording import spans_of_store
+from tests.tracer.stub_server import HubServer
+from tests.waiting import wait_until
+
+
+def ended(number: int, size_bytes: int = 1) -> EndedSpan:
+    context = SpanContext(number + 1, number + 1, is_remote=False)
+    return EndedSpan(ReadableSpan(f"span {number}", context, start_time=1, end_time=2), size_bytes)
+
+
+def span_of(item: EndedSpan) -> ReadableSpan:
+    return item.span
+
+
+@pytest.mark.parametrize("bound", [{"max_items": 3}, {"max_bytes": 3}])
+def test_a_full_queue_drops_the_newest_counts_and_says_so(
+    hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, bound: dict[str, int]
+) -> None:
+    hub.hold = threading.Event()
+    worker = Worker(HubExporter(hub.url, spool_dir=tmp_path, timeout_s=30), span_of, **bound)
+    with caplog.at_level(logging.WARNING):
+        for number in range(10):
+            worker.put(ended(number))
+        hub.hold.set()
+        assert worker.close(30)
+    said = [record.getMessage() for record in caplog.records]
+    assert [span.name for span in hub.spans()] == ["span 0", "span 1", "span 2"]
+    assert worker.dropped == 7
+    assert said[0] == "the export queue is full: 1 model calls lost so far"
+    assert said[-1] == "spangrad lost 7 model calls and 0 batches"
+    assert len(said) == 2
+
+
+def test_space_comes_back_when_a_batch_is_gone(tmp_path: Path) -> None:
+    worker = Worker(SpoolExporter(tmp_path / "s"), span_of, max_bytes=10)
+    for number in range(5):
+        worker.put(ended(number, size_bytes=10))
+        assert worker.flush(30)
+    assert worker.dropped == 0
+    assert worker.close(30)
+    assert len(spans_of_store(tmp_path / "s")) == 5
+
+
+def test_one_item_that_breaks_costs_only_itself(tmp_path: Path) -> None:
+    def finish(item: EndedSpan) -> ReadableSpan:
+        if item.span.name == "span 1":
+            raise ValueError("bad")
+        return item.span
+
+    worker = Worker(SpoolExporter(tmp_path / "s"), finish)
+    for number in range(3):
+        worker.put(ended(number))
+    assert worker.flush(30)
+    assert worker.broken == 1
+    assert worker.close(30)
+    assert [span.name for span in spans_of_store(tmp_path / "s")] == ["span 0", "span 2"]
+
+
+def test_it_exports_without_being_asked(tmp_path: Path) -> None:
+    worker = Worker(SpoolExporter(tmp_path / "s"), span_of)
+    worker.put(ended(0))
+    wait_until(lambda: (tmp_path / "s.spool").exists() and list((tmp_path / "s.spool").iterdir()))
+    assert worker.close(30)

@@ -1,0 +1,144 @@
+"""Spans reach the hub, or wait on disk: what the agent notices is nothing."""
+
+import socket
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+import spangrad
+from spangrad.errors import ConfigError
+from spangrad.tracer import conventions as c
+from spangrad.tracer.exporter import HubExporter, SpoolExporter
+from tests.tracer.recording import spans_of_request, spans_of_store
+from tests.tracer.stub_server import HubServer, ModelServer, hub_server
+from tests.waiting import wait_until
+
+
+def ask(model: ModelServer, prompt: str) -> None:
+    body = {"model": "policy", "messages": [{"role": "user", "content": prompt}]}
+    assert httpx.post(f"{model.url}/chat/completions", json=body).status_code == 200
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def prompts(hub: HubServer) -> list[str]:
+    return sorted(span.prompt() for request in hub.requests for span in spans_of_request(request))
+
+
+def test_spans_arrive_with_the_key(model: ModelServer, hub: HubServer) -> None:
+    spangrad.init(store=hub.url, key="agent-key", service_name="shop")
+    ask(model, "one")
+    assert spangrad.flush()
+    assert prompts(hub) == ["one"]
+    assert set(hub.keys) == {"Bearer agent-key"}
+    (span,) = spans_of_request(hub.requests[0])
+    assert (span.resource["service.name"], span.scope) == ("shop", c.SCOPE_TRACER)
+
+
+def test_a_call_returns_while_the_hub_hangs(model: ModelServer, hub: HubServer) -> None:
+    hub.hold = threading.Event()
+    spangrad.init(store=hub.url)
+    for number in range(20):
+        ask(model, str(number))  # returns, although the hub has answered nothing yet
+    assert hub.requests == []
+    hub.hold.set()
+    assert spangrad.flush()
+    assert prompts(hub) == sorted(str(number) for number in range(20))
+
+
+@pytest.mark.slow
+def test_a_dead_hub_costs_nothing_and_its_spans_arrive_once_in_the_next_process(
+    model: ModelServer, tmp_path: Path
+) -> None:
+    port = free_port()
+    spangrad.init(store=f"http://127.0.0.1:{port}", spool_dir=tmp_path / "spool")
+    for number in range(5):
+        ask(model, str(number))
+    assert spangrad.shutdown()
+    with hub_server(port) as hub:
+        spangrad.init(store=hub.url, spool_dir=tmp_path / "spool")  # as the next process would
+        wait_until(lambda: len(hub.requests) > 0)
+        ask(model, "5")
+        assert spangrad.flush()
+        assert prompts(hub) == ["0", "1", "2", "3", "4", "5"]
+        assert list((tmp_path / "spool").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_hub_that_comes_back_gets_what_waited(model: ModelServer, hub: HubServer, tmp_path: Path) -> None:
+    hub.status = 503
+    spangrad.init(store=hub.url, spool_dir=tmp_path / "spool")
+    ask(model, "early")
+    assert not spangrad.flush()
+    assert hub.refused == 1
+    hub.status = 200
+    ask(model, "late")
+    wait_until(lambda: prompts(hub) == ["early", "late"])
+    wait_until(spangrad.flush)
+
+
+def test_a_refusal_for_good_is_dropped_and_counted_and_holds_up_nothing(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    exporter = HubExporter(hub.url, spool_dir=tmp_path / "spool")
+    hub.status = 400
+    assert exporter.export_request(b"")
+    assert (exporter.rejected, exporter.dropped) == (1, 1)
+    hub.status = 200
+    assert exporter.export_request(b"")
+    assert len(hub.requests) == 1
+    assert exporter.spool.size_bytes() == 0
+
+
+def test_a_wrong_key_keeps_the_spans(hub: HubServer, tmp_path: Path) -> None:
+    exporter = HubExporter(hub.url, "wrong", tmp_path / "spool")
+    hub.status = 401
+    assert exporter.export_request(b"")
+    exporter.shutdown()
+    hub.status = 200
+    assert HubExporter(hub.url, "right", tmp_path / "spool").drain() == 1
+    assert hub.keys == ["Bearer wrong", "Bearer right"]
+
+
+def test_what_a_closing_process_cannot_deliver_goes_to_disk(hub: HubServer, tmp_path: Path) -> None:
+    exporter = HubExporter(hub.url, spool_dir=tmp_path / "spool")
+    exporter.close_soon(0)
+    assert exporter.export_request(b"")
+    assert hub.requests == []
+    assert HubExporter(hub.url, spool_dir=tmp_path / "spool").drain() == 1
+
+
+def test_a_full_disk_spool_is_counted_and_reaches_nobody(tmp_path: Path) -> None:
+    exporter = SpoolExporter(tmp_path / "store.duckdb")
+    exporter.spool.max_bytes = 10
+    assert not exporter.export_request(b"too long for it")
+    assert exporter.dropped == 1
+
+
+def test_large_calls_are_sent_in_several_requests(model: ModelServer, hub: HubServer) -> None:
+    spangrad.init(store=hub.url)
+    for number in range(4):
+        ask(model, f"{number} " + "x" * 2 * 2**20)
+    assert spangrad.flush()
+    assert len(prompts(hub)) == 4
+    assert max(map(len, hub.requests)) < 5 * 2**20
+
+
+def test_a_url_that_is_no_hub_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must look like"):
+        spangrad.init(store="http://")
+
+
+def test_an_unwritable_store_folder_does_not_reach_the_agent(model: ModelServer, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    spangrad.init(store=tmp_path / "file" / "store.duckdb")
+    ask(model, "one")
+    assert spangrad.flush()
+    spangrad.shutdown()
+    assert spans_of_store(tmp_path / "file" / "store.duckdb") == []

@@ -1,0 +1,59 @@
+"""`import spangrad` is small and light, and headers go where they may."""
+
+import subprocess
+import sys
+
+import pytest
+
+import spangrad
+from spangrad.tracer.propagation import Destinations
+
+
+def test_the_public_names_are_these() -> None:
+    assert spangrad.__all__ == [
+        "__version__",
+        "current_rollout",
+        "flush",
+        "init",
+        "reward",
+        "rollout",
+        "shutdown",
+    ]
+    assert all(getattr(spangrad, name) is not None for name in spangrad.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'inti'"):
+        spangrad.inti  # noqa: B018
+
+
+def test_importing_and_setting_up_loads_nothing_heavy() -> None:
+    code = """
+import sys
+heavy = {"torch", "ray", "vllm", "duckdb", "starlette", "numpy", "httpx", "httpx2", "langchain_core"}
+import spangrad
+assert not {"opentelemetry", *heavy} & set(sys.modules)
+spangrad.init(store=sys.argv[1])
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code, "store.duckdb"], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("localhost", True),
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("10.1.2.3", True),
+        ("192.168.0.9", True),
+        ("gateway.example.org", True),
+        ("a.internal.example", True),
+        ("internal.example", True),
+        ("api.openai.com", False),
+        ("8.8.8.8", False),
+        ("notinternal.example", False),
+        ("localhost.example.org", False),
+        ("127.0.0.1.example.org", False),
+    ],
+)
+def test_headers_go_only_to_private_and_named_hosts(host: str, allowed: bool) -> None:
+    destinations = Destinations(["https://gateway.example.org:8443/v1", "*.internal.example"])
+    assert destinations.allow(host) is allowed

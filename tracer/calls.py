@@ -1,0 +1,241 @@
+"""One HTTP exchange with a model, and the span that it becomes.
+
+`RawCall` holds references to bytes and is filled on the agent's thread. `span_of` decodes and names
+them, on the worker's thread. Knows OTLP attributes and content encodings; it does not know httpx.
+
+Invariants:
+* An exchange on `/chat/completions` always becomes a span. What can't be read is named, with the reason, in
+  `spangrad.dropped`. The other routes have names that others use too: there only a JSON request that
+  names a model and has content counts.
+* A failed attempt (status 4xx or 5xx, or no response) is a span of its own with status ERROR and
+  `error.type`; a later attempt of the same request says in `spangrad.http.retries` how many came before.
+* `spangrad.stream.complete` is False for a stream that was left early, cut or cancelled.
+"""
+
+import importlib
+import json
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
+
+from spangrad.tracer import conventions as c
+from spangrad.tracer.wire import chat, other
+from spangrad.tracer.wire.streams import Assembled, assemble_chat
+
+MAX_RESPONSE_BYTES = 64 * 2**20
+"""A longer response is passed on as ever, but not kept."""
+_MESSAGE_CHARS = 500
+
+
+@dataclass(slots=True)
+class RawCall:
+    """One HTTP attempt. Times are nanoseconds since the epoch."""
+
+    context: SpanContext
+    parent: SpanContext | None
+    start_ns: int
+    route: str
+    """Last part of the path: `chat/completions`, `completions`, `responses` or `messages`."""
+    host: str
+    port: int | None
+    request_body: bytes | None
+    """None if the client streams its request."""
+    attributes: dict[str, Any]
+    """What only the calling thread knew: rollout, step, retries."""
+    end_ns: int = 0
+    status_code: int | None = None
+    content_type: str = ""
+    content_encoding: str = ""
+    response: list[bytes] = field(default_factory=list)
+    response_bytes: int = 0
+    is_exhausted: bool = False
+    """The client read the whole body."""
+    error_type: str | None = None
+    """Class of the exception that ended the exchange."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the call holds on to."""
+        return len(self.request_body or b"") + self.response_bytes + 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    operation: str
+    provider: str
+    request: Callable[[dict[str, Any]], chat.Attributes]
+    response: Callable[[dict[str, Any], dict[str, str]], chat.Attributes]
+    assemble: Callable[[bytes, int], Assembled]
+
+
+_ROUTES = {
+    "chat/completions": _Route(
+        "chat", "openai", chat.request_attributes, chat.response_attributes, assemble_chat
+    ),
+    "completions": _Route(
+        "text_completion", "openai", chat.request_attributes, chat.response_attributes, assemble_chat
+    ),
+    "responses": _Route(
+        "chat",
+        "openai",
+        other.responses_request,
+        lambda body, _: other.responses_response(body),
+        lambda body, _: other.assemble_responses(body),
+    ),
+    "messages": _Route(
+        "chat",
+        "anthropic",
+        other.messages_request,
+        lambda body, _: other.messages_response(body),
+        lambda body, _: other.assemble_messages(body),
+    ),
+}
+ROUTES = tuple(_ROUTES)
+_CONTENT = frozenset({"messages", "prompt", "input"})
+
+
+def span_of(call: RawCall, resource: Resource, scope: InstrumentationScope) -> ReadableSpan | None:
+    """Build the span of a finished exchange; None if it turns out to be no model call."""
+    route = _ROUTES[call.route]
+    dropped: dict[str, str] = {}
+    attributes: dict[str, Any] = {
+        c.OPERATION_NAME: route.operation,
+        c.PROVIDER_NAME: route.provider,
+        "server.address": call.host,
+        **call.attributes,
+    }
+    if call.port is not None:
+        attributes["server.port"] = call.port
+    request = _request(call, route, attributes, dropped)
+    if call.route != "chat/completions" and not ("model" in request and _CONTENT & request.keys()):
+        return None
+    status = _response(call, route, request, attributes, dropped)
+    if dropped:
+        attributes[c.DROPPED] = chat.dumps(dropped)
+    return ReadableSpan(
+        name=f"{route.operation} {attributes.get(c.REQUEST_MODEL, '')}".strip(),
+        context=call.context,
+        parent=call.parent,
+        resource=resource,
+        attributes=attributes,
+        kind=SpanKind.CLIENT,
+        status=status,
+        start_time=call.start_ns,
+        end_time=call.end_ns,
+        instrumentation_scope=scope,
+    )
+
+
+def _request(
+    call: RawCall, route: _Route, attributes: dict[str, Any], dropped: dict[str, str]
+) -> dict[str, Any]:
+    if call.request_body is None:
+        dropped["request"] = "the client streamed its body"
+        return {}
+    try:
+        request = json.loads(call.request_body)
+        attributes.update(route.request(request))
+    except Exception as error:  # foreign data: whatever it is, the span must come out
+        dropped["request"] = f"can't be read: {type(error).__name__}: {error}"[:_MESSAGE_CHARS]
+        return {}
+    return dict(request)
+
+
+def _response(
+    call: RawCall,
+    route: _Route,
+    request: dict[str, Any],
+    attributes: dict[str, Any],
+    dropped: dict[str, str],
+) -> Status:
+    """Add what was answered; returns the span's status."""
+    if call.status_code is None:
+        return _failure(attributes, call.error_type or "no response", "")
+    body = _body(call, dropped)
+    if call.status_code >= 400:
+        message = body[:_MESSAGE_CHARS].decode("utf-8", "replace")
+        return _failure(attributes, str(call.status_code), message)
+    streamed = call.content_type.startswith("text/event-stream")
+    if not streamed and not call.is_exhausted:
+        dropped["response"] = "the client did not read it"
+    elif body:
+        try:
+            if streamed:
+                error = _streamed(route, body, request, attributes, dropped)
+            else:
+                decoded = json.loads(body)
+                error = decoded.get("error") if isinstance(decoded.get("error"), dict) else None
+                attributes.update(route.response(decoded, dropped))
+        except Exception as problem:  # foreign data: whatever it is, the span must come out
+            dropped["response"] = f"can't be read: {type(problem).__name__}: {problem}"[:_MESSAGE_CHARS]
+        else:
+            if error is not None:
+                kind = str(error.get("type") or error.get("code") or "error")
+                return _failure(attributes, chat.clean(kind), chat.clean(str(error.get("message", ""))))
+    if streamed:
+        attributes.setdefault(c.STREAM_COMPLETE, False)
+    if call.error_type and not attributes.get(c.STREAM_COMPLETE):
+        return _failure(attributes, call.error_type, "")
+    return Status(StatusCode.UNSET)
+
+
+def _streamed(
+    route: _Route,
+    body: bytes,
+    request: dict[str, Any],
+    attributes: dict[str, Any],
+    dropped: dict[str, str],
+) -> dict[str, Any] | None:
+    count = request.get("n")
+    assembled = route.assemble(body, count if isinstance(count, int) and count > 0 else 1)
+    attributes[c.STREAM_COMPLETE] = assembled.is_complete
+    attributes.update(route.response(assembled.body, dropped))
+    return assembled.error
+
+
+def _failure(attributes: dict[str, Any], error_type: str, message: str) -> Status:
+    attributes[c.ERROR_TYPE] = error_type
+    return Status(StatusCode.ERROR, message[:_MESSAGE_CHARS] or None)
+
+
+def _body(call: RawCall, dropped: dict[str, str]) -> bytes:
+    if call.response_bytes > MAX_RESPONSE_BYTES:
+        dropped["response"] = f"longer than {MAX_RESPONSE_BYTES} bytes"
+        return b""
+    body = b"".join(call.response)
+    for encoding in reversed([part.strip() for part in call.content_encoding.lower().split(",")]):
+        if encoding in ("", "identity"):
+            continue
+        try:
+            body = _decompress(encoding, body)
+        except Exception as error:  # a codec that is not installed, or a transport that has decoded already
+            if body.lstrip()[:1] == b"{" or body.startswith((b"data:", b"event:")):
+                break
+            dropped["response"] = f"content-encoding {encoding!r}: {type(error).__name__}: {error}"
+            return b""
+    return body
+
+
+def _decompress(encoding: str, body: bytes) -> bytes:
+    """As much of `body` as is there: an abandoned stream ends in the middle."""
+    if encoding in ("gzip", "x-gzip"):
+        return zlib.decompressobj(16 + zlib.MAX_WBITS).decompress(body)
+    if encoding == "deflate":
+        try:
+            return zlib.decompressobj().decompress(body)
+        except zlib.error:
+            return zlib.decompressobj(-zlib.MAX_WBITS).decompress(body)
+    if encoding == "zstd":
+        # Only there if the client could ask for it, as below.
+        zstandard = importlib.import_module("zstandard")
+        return bytes(zstandard.ZstdDecompressor().decompressobj().decompress(body))
+    if encoding == "br":
+        brotli = importlib.import_module("brotli")
+        return bytes(brotli.Decompressor().process(body))
+    raise ValueError("unknown")

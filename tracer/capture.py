@@ -1,0 +1,285 @@
+"""Records model calls where httpx and httpx2 hand them to the network.
+
+Below every SDK, so that ChatOpenAI, LiteLLM and the OpenAI SDK look alike, and the one place where token
+ids survive them all. Patched, when (and only if) these modules are imported: the methods in `_TARGETS`.
+Knows httpx; what the bytes mean is `calls.py`'s business.
+
+Invariants:
+* The client gets its own response object, the same bytes in the same pieces, and its own exceptions.
+* Nothing of ours raises into the client; a failure in here is logged at most every 30 s.
+* The calling thread only takes references: no JSON is decoded, nothing is copied or sent.
+* A call ends once: when its body was read to the end, closed, cancelled, failed, or dropped unread.
+* Of two patched transports that wrap one another, the outer one records.
+* Installing twice is installing once; `uninstall` restores what was there.
+"""
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from spangrad.tracer import conventions as c
+from spangrad.tracer.calls import MAX_RESPONSE_BYTES, ROUTES, RawCall
+from spangrad.tracer.current import current_rollout, rollout_attributes
+from spangrad.tracer.exporter import Periodically
+from spangrad.tracer.hooks import when_imported
+from spangrad.tracer.propagation import traceparent
+from spangrad.tracer.runtime import Runtime, active
+from spangrad.tracer.steps import current_step
+
+logger = logging.getLogger(__name__)
+
+_TARGETS = {
+    "httpx": (("HTTPTransport", "handle_request"), ("AsyncHTTPTransport", "handle_async_request")),
+    "httpx2": (("HTTPTransport", "handle_request"), ("AsyncHTTPTransport", "handle_async_request")),
+    "httpx_aiohttp": (("AiohttpTransport", "handle_async_request"),),
+    "litellm.llms.custom_httpx.aiohttp_transport": (("LiteLLMAiohttpTransport", "handle_async_request"),),
+}
+_SUFFIXES = {("/" + route).encode(): route for route in sorted(ROUTES, key=len, reverse=True)}
+_ENDINGS = tuple(_SUFFIXES)
+_MARK = "_spangrad_recorded"
+_RETRY_HEADER = "x-stainless-retry-count"
+
+_originals: dict[tuple[type, str], Any] = {}
+_said = Periodically()
+
+
+def install() -> None:
+    """Patch the transports that are imported, and those that will be."""
+    for module in _TARGETS:
+        when_imported(module, _patch)
+
+
+def uninstall() -> None:
+    """Restore every method that still is ours."""
+    for (owner, name), original in list(_originals.items()):
+        if getattr(vars(owner).get(name), "__wrapped__", None) is original:
+            setattr(owner, name, original)
+            del _originals[owner, name]
+
+
+def _patch(module: ModuleType) -> None:
+    for class_name, method in _TARGETS[module.__name__]:
+        owner = getattr(module, class_name, None)
+        original = vars(owner).get(method) if isinstance(owner, type) else None
+        if owner is None or original is None or (owner, method) in _originals:
+            continue
+        is_async = method == "handle_async_request"
+        tee = _tee_class(owner, is_async=is_async)
+        _originals[owner, method] = original
+        setattr(owner, method, (_async_wrapper if is_async else _wrapper)(original, tee))
+
+
+def _wrapper(original: Callable[..., Any], tee: type) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def handle_request(self: Any, request: Any) -> Any:
+        call = _begin(request)
+        if call is None:
+            return original(self, request)
+        try:
+            response = original(self, request)
+        except BaseException as error:
+            _fail(call, request, error)
+            raise
+        return _watch(call, request, response, tee)
+
+    return handle_request
+
+
+def _async_wrapper(original: Callable[..., Any], tee: type) -> Callable[..., Any]:
+    @functools.wraps(original)
+    async def handle_async_request(self: Any, request: Any) -> Any:
+        call = _begin(request)
+        if call is None:
+            return await original(self, request)
+        try:
+            response = await original(self, request)
+        except BaseException as error:
+            _fail(call, request, error)
+            raise
+        return _watch(call, request, response, tee)
+
+    return handle_async_request
+
+
+def _begin(request: Any) -> "_Call | None":
+    try:
+        runtime = active()
+        if runtime is None or request.method != "POST" or hasattr(request, _MARK):
+            return None
+        path = request.url.raw_path.partition(b"?")[0]
+        if not path.endswith(_ENDINGS):
+            return None
+        route = next(_SUFFIXES[ending] for ending in _ENDINGS if path.endswith(ending))
+        return _Call(runtime, request, route)
+    except Exception:
+        _log_failure()
+        return None
+
+
+def _fail(call: "_Call", request: Any, error: BaseException) -> None:
+    _unmark(request)
+    call.end(error)
+
+
+def _watch(call: "_Call", request: Any, response: Any, tee: type) -> Any:
+    _unmark(request)
+    try:
+        raw = call.raw
+        raw.status_code = response.status_code
+        raw.content_type = response.headers.get("content-type", "")
+        raw.content_encoding = response.headers.get("content-encoding", "")
+        response.stream = tee(response.stream, call)
+    except Exception:
+        _log_failure()
+    return response
+
+
+def _unmark(request: Any) -> None:
+    with contextlib.suppress(AttributeError):
+        delattr(request, _MARK)
+
+
+def _log_failure() -> None:
+    if _said.due():
+        logger.warning("a model call could not be recorded", exc_info=True)
+
+
+class _Call:
+    """A call in progress."""
+
+    __slots__ = ("_runtime", "is_ended", "raw")
+
+    def __init__(self, runtime: Runtime, request: Any, route: str) -> None:
+        self._runtime = runtime
+        self.is_ended = False
+        rollout = current_rollout()
+        step = current_step()
+        headers = request.headers
+        attributes: dict[str, Any] = step if rollout is None else rollout_attributes(rollout) | step
+        retries = headers.get(_RETRY_HEADER)
+        if retries is not None and retries != "0" and retries.isdecimal():
+            attributes[c.RETRIES] = int(retries)
+        purpose = headers.get(c.HEADER_PURPOSE)
+        if purpose is not None:
+            attributes[c.PURPOSE] = purpose
+        parent = rollout.context if rollout is not None else None
+        url = request.url
+        self.raw = RawCall(
+            context=runtime.new_context(parent),
+            parent=parent,
+            start_ns=time.time_ns(),
+            route=route,
+            host=url.host,
+            port=url.port,
+            request_body=getattr(request, "_content", None),
+            attributes=attributes,
+        )
+        if runtime.destinations.allow(url.host):
+            self._tell(headers, attributes)
+        setattr(request, _MARK, True)
+
+    def add(self, part: bytes) -> None:
+        raw = self.raw
+        raw.response_bytes += len(part)
+        if raw.response_bytes <= MAX_RESPONSE_BYTES:
+            raw.response.append(part)
+        elif raw.response:
+            raw.response = []
+
+    def end(self, error: BaseException | None = None, *, is_exhausted: bool = False) -> None:
+        if self.is_ended:
+            return
+        self.is_ended = True
+        try:
+            raw = self.raw
+            raw.end_ns = time.time_ns()
+            raw.is_exhausted = is_exhausted
+            if error is not None and not isinstance(error, GeneratorExit):
+                raw.error_type = f"{type(error).__module__}.{type(error).__qualname__}"
+            self._runtime.worker.put(raw)
+        except Exception:
+            _log_failure()
+
+    def _tell(self, headers: Any, attributes: dict[str, Any]) -> None:
+        if "traceparent" not in headers:  # the application's own tracing has been here
+            headers["traceparent"] = traceparent(self.raw.context)
+        rollout_id = attributes.get(c.ROLLOUT_ID)
+        if rollout_id is not None and c.HEADER_ROLLOUT not in headers:
+            headers[c.HEADER_ROLLOUT] = _header_value(rollout_id)
+            headers[c.HEADER_ATTEMPT] = str(attributes[c.ATTEMPT])
+        if c.STEP_NAME in attributes and c.HEADER_STEP not in headers:
+            headers[c.HEADER_STEP] = _header_value(attributes[c.STEP_NAME])
+
+
+def _header_value(text: str) -> str:
+    """`text` as a header can hold it: printable ASCII, the rest as `?`."""
+    return "".join(char if " " <= char <= "~" else "?" for char in text).strip()
+
+
+class _Tee:
+    """Passes a response's body on and keeps references to its pieces."""
+
+    def __init__(self, stream: Any, call: _Call) -> None:
+        self._stream = stream
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_stream", "_call"):
+            raise AttributeError(name)
+        return getattr(self._stream, name)
+
+    def __del__(self) -> None:
+        call = self.__dict__.get("_call")
+        if call is not None:
+            call.end()
+
+
+class _SyncTee(_Tee):
+    def __iter__(self) -> Iterator[bytes]:
+        call = self._call
+        try:
+            for part in self._stream:
+                call.add(part)
+                yield part
+        except BaseException as error:
+            call.end(error)
+            raise
+        call.end(is_exhausted=True)
+
+    def close(self) -> None:
+        self._call.end()
+        self._stream.close()
+
+
+class _AsyncTee(_Tee):
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        call = self._call
+        stream = self._stream.__aiter__()
+        try:
+            async for part in stream:
+                call.add(part)
+                yield part
+        except BaseException as error:
+            call.end(error)
+            if isinstance(error, GeneratorExit) and hasattr(stream, "aclose"):
+                await stream.aclose()
+            raise
+        call.end(is_exhausted=True)
+
+    async def aclose(self) -> None:
+        self._call.end()
+        await self._stream.aclose()
+
+
+@functools.cache
+def _tee_class(transport: type, *, is_async: bool) -> type:
+    """A tee that passes the client's check for the stream class of its own library."""
+    library = "httpx2" if transport.__module__.partition(".")[0] == "httpx2" else "httpx"
+    module = __import__(library)
+    if is_async:
+        return type("AsyncTee", (_AsyncTee, module.AsyncByteStream), {})
+    return type("SyncTee", (_SyncTee, module.SyncByteStream), {})

@@ -1,0 +1,175 @@
+"""The rollout that the current code belongs to, and its rewards.
+
+Knows contexts, threads and the environment; it does not know who begins a rollout (`rollout.py`) nor HTTP.
+
+Invariants:
+* The current rollout lives in a context variable of ours. Tasks and copied contexts inherit it. A thread
+  without it (a plain thread pool) belongs to the open rollout if no other has been open beside it in this
+  process; otherwise to none.
+* Code outside of any rollout belongs to the one that SPANGRAD_ROLLOUT names (`spangrad run`).
+* A reward never raises.
+"""
+
+import functools
+import logging
+import os
+import threading
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote
+
+from opentelemetry.sdk.trace import Span
+from opentelemetry.trace import SpanContext, Status, StatusCode
+
+from spangrad.tracer import conventions as c
+from spangrad.tracer.exporter import Periodically
+from spangrad.tracer.propagation import parse_traceparent, traceparent
+from spangrad.tracer.runtime import active
+
+logger = logging.getLogger(__name__)
+
+ENVIRONMENT = "SPANGRAD_ROLLOUT"
+
+
+@dataclass(slots=True, eq=False)
+class Rollout:
+    """One run of an agent on one task."""
+
+    rollout_id: str
+    attempt: int
+    task_id: str | None
+    context: SpanContext | None
+    """Of the root span; None if the tracer is not set up."""
+    span: Span | None = field(repr=False, default=None)
+    """The root span, if it is this process's."""
+    is_shared: bool = field(repr=False, default=False)
+    """Another rollout was open in this process at the same time."""
+
+    def reward(self, value: float, *, name: str = "reward", explanation: str | None = None) -> None:
+        """Give the rollout a number. Several are kept, each with its name."""
+        _reward(self, value, name, explanation)
+
+    def fail(self, reason: str) -> None:
+        """Mark the rollout as failed where no exception says so."""
+        if self.span is not None:
+            self.span.set_status(Status(StatusCode.ERROR, reason))
+            self.span.set_attribute(c.ERROR_TYPE, reason)
+
+
+_current: ContextVar[Rollout | None] = ContextVar("spangrad_rollout", default=None)
+_open: list[Rollout] = []
+_open_lock = threading.Lock()
+_said = Periodically()
+
+
+def _after_fork_in_child() -> None:
+    global _open_lock
+    _open_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def open_rollout(rollout: Rollout) -> None:
+    """Count `rollout` among those that are open in this process."""
+    with _open_lock:
+        _open.append(rollout)
+        if len(_open) > 1:
+            for other in _open:
+                other.is_shared = True
+
+
+def close_rollout(rollout: Rollout) -> None:
+    """Undo `open_rollout`; no effect if it was not open."""
+    with _open_lock:
+        if rollout in _open:
+            _open.remove(rollout)
+
+
+def enclosing_rollout() -> Rollout | None:
+    """The rollout of this context alone."""
+    return _current.get()
+
+
+def enter(rollout: Rollout | None) -> Rollout | None:
+    """Make `rollout` that of this context. Returns the one before."""
+    before = _current.get()
+    _current.set(rollout)
+    return before
+
+
+def current_rollout() -> Rollout | None:
+    """The rollout that this code belongs to: its own, the process's (`spangrad run`), or none."""
+    rollout = _current.get()
+    if rollout is not None:
+        return rollout
+    if _open and threading.current_thread() is not threading.main_thread():
+        candidates = list(_open)
+        if len(candidates) == 1 and not candidates[0].is_shared:
+            return candidates[0]
+    return _process_rollout()
+
+
+def reward(value: float, *, name: str = "reward", explanation: str | None = None) -> None:
+    """Give the current rollout a number.
+
+    It is stored as written by the agent; a trainer uses such rewards only if it is told to.
+    """
+    rollout = current_rollout()
+    if rollout is None:
+        if _said.due():
+            logger.warning("spangrad.reward(%r) outside of any rollout has no effect", value)
+        return
+    rollout.reward(value, name=name, explanation=explanation)
+
+
+def rollout_attributes(rollout: Rollout) -> dict[str, Any]:
+    """Attributes that name the rollout, on its root and on each of its model calls."""
+    attributes: dict[str, Any] = {c.ROLLOUT_ID: rollout.rollout_id, c.ATTEMPT: rollout.attempt}
+    if rollout.task_id is not None:
+        attributes[c.TASK_ID] = rollout.task_id
+    return attributes
+
+
+def to_environment(rollout: Rollout) -> str:
+    """The value of SPANGRAD_ROLLOUT that makes a child process part of `rollout`."""
+    fields = [quote(rollout.rollout_id, safe=""), f"attempt={rollout.attempt}"]
+    if rollout.task_id is not None:
+        fields.append(f"task={quote(rollout.task_id, safe='')}")
+    if rollout.context is not None:
+        fields.append(f"traceparent={traceparent(rollout.context)}")
+    return "&".join(fields)
+
+
+@functools.lru_cache(maxsize=4)
+def _from_environment(value: str) -> Rollout:
+    head, _, rest = value.partition("&")
+    fields = dict(parse_qsl(rest))
+    attempt = fields.get("attempt", "0")
+    context = parse_traceparent(fields.get("traceparent", ""))
+    return Rollout(unquote(head), int(attempt) if attempt.isdecimal() else 0, fields.get("task"), context)
+
+
+def _process_rollout() -> Rollout | None:
+    value = os.environ.get(ENVIRONMENT)
+    return _from_environment(value) if value else None
+
+
+def _reward(rollout: Rollout, value: float, name: str, explanation: str | None) -> None:
+    try:
+        attributes: dict[str, Any] = {c.REWARD_NAME: name, c.REWARD_VALUE: float(value)}
+        if explanation is not None:
+            attributes[c.REWARD_EXPLANATION] = explanation
+        if rollout.span is not None and rollout.span.is_recording():
+            rollout.span.add_event(c.REWARD_EVENT, attributes)
+            return
+        runtime = active()
+        if runtime is None:
+            return
+        # The root span has ended, or belongs to the process that started this one.
+        span = runtime.start_span("reward", rollout.context, rollout_attributes(rollout))
+        span.add_event(c.REWARD_EVENT, attributes)
+        span.end()
+    except Exception:  # the boundary: the agent must run
+        logger.warning("reward %r of rollout %r was not recorded", value, rollout.rollout_id, exc_info=True)

@@ -1,0 +1,65 @@
+"""Which servers are told of rollouts, and how.
+
+Headers that name rollouts and traces leave the machine or its private network only for hosts that the
+user named. Names are never resolved: a host is private if it is `localhost` or an IP address that says so.
+"""
+
+import ipaddress
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from opentelemetry.trace import SpanContext
+
+
+class Destinations:
+    """Hosts that may get our headers: loopback, private addresses, and those that were named."""
+
+    def __init__(self, hosts: Iterable[str] = ()) -> None:
+        """`hosts`: host names, URLs, or `*.domain` for a domain and everything below it."""
+        self._exact: set[str] = set()
+        self._domains: tuple[str, ...] = ()
+        for host in hosts:
+            name = (urlsplit(host if "//" in host else f"//{host}").hostname or "").lower()
+            if name.startswith("*."):
+                self._exact.add(name[2:])
+                self._domains += (name[1:],)
+            elif name:
+                self._exact.add(name)
+        self._known: dict[str, bool] = {}
+
+    def allow(self, host: str) -> bool:
+        """Whether `host` may be told."""
+        known = self._known.get(host)
+        if known is None:
+            if len(self._known) > 1000:
+                self._known.clear()
+            known = self._known[host] = self._decide(host.lower().rstrip("."))
+        return known
+
+    def _decide(self, host: str) -> bool:
+        if host in self._exact or host.endswith(self._domains):
+            return True
+        if host == "localhost" or host.endswith(".localhost"):
+            return True
+        try:
+            address = ipaddress.ip_address(host.strip("[]"))
+        except ValueError:
+            return False
+        return address.is_loopback or address.is_private
+
+
+def traceparent(context: SpanContext) -> str:
+    """The W3C header that makes `context` the parent of what the server does."""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+
+def parse_traceparent(value: str) -> SpanContext | None:
+    """Undo `traceparent`; None if `value` is not one."""
+    parts = value.split("-")
+    if len(parts) != 4 or [len(part) for part in parts] != [2, 32, 16, 2]:
+        return None
+    try:
+        context = SpanContext(int(parts[1], 16), int(parts[2], 16), is_remote=True)
+    except ValueError:
+        return None
+    return context if context.is_valid else None

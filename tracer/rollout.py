@@ -1,0 +1,282 @@
+"""Mark a function or a block as one rollout: one run of an agent on one task.
+
+Knows functions, generators and the runtime; it does not know HTTP.
+
+Invariants:
+* What the function returns, raises or yields passes through unchanged; also `CancelledError`, `SystemExit`
+  and the like, which are recorded first.
+* Between two items of a generator its rollout is not current for the consumer.
+* A rollout inside a rollout that names no id of its own is a part of the outer one.
+"""
+
+import functools
+import inspect
+import logging
+import os
+import uuid
+from collections.abc import AsyncGenerator, Callable, Generator
+from types import TracebackType
+from typing import Any, TypeVar, cast, overload
+
+from opentelemetry.sdk.trace import Span
+from opentelemetry.trace import Status, StatusCode
+
+from spangrad.tracer import conventions as c
+from spangrad.tracer.current import (
+    ENVIRONMENT,
+    Rollout,
+    close_rollout,
+    enclosing_rollout,
+    enter,
+    open_rollout,
+    rollout_attributes,
+)
+from spangrad.tracer.exporter import Periodically
+from spangrad.tracer.runtime import Runtime, active
+
+logger = logging.getLogger(__name__)
+
+_said = Periodically()
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@overload
+def rollout(function: F, /) -> F: ...
+
+
+@overload
+def rollout(
+    *,
+    rollout_id: str | None = None,
+    task_id: str | None = None,
+    attempt: int = 0,
+    name: str | None = None,
+) -> "RolloutScope": ...
+
+
+def rollout(
+    function: F | None = None,
+    /,
+    *,
+    rollout_id: str | None = None,
+    task_id: str | None = None,
+    attempt: int = 0,
+    name: str | None = None,
+) -> "F | RolloutScope":
+    """Mark a function (as a decorator) or a block (`with`, `async with`) as one rollout.
+
+    Args:
+        function: Sync, async or generator function; each call is a rollout.
+        rollout_id: Default: a new one for every call.
+        task_id: What the agent was asked; rollouts of the same task are compared with each other.
+        attempt: Retry number, from 0.
+        name: Of the root span; default: the function's name, or `rollout`.
+
+    Returns:
+        The decorated function, or an object that decorates and that `with` gives a `Rollout`.
+    """
+    scope = RolloutScope(rollout_id, task_id, attempt, name)
+    return scope if function is None else scope(function)
+
+
+class RolloutScope:
+    """A decorator and a context manager; made by `rollout(...)`."""
+
+    def __init__(self, rollout_id: str | None, task_id: str | None, attempt: int, name: str | None) -> None:
+        """See `rollout`."""
+        self._rollout_id = rollout_id
+        self._task_id = task_id
+        self._attempt = attempt
+        self._name = name
+        self._entered: list[tuple[_Run, Rollout | None]] = []
+
+    def __call__(self, function: F) -> F:
+        """Decorate `function`."""
+        if inspect.isasyncgenfunction(function):
+            wrapper: Any = _async_generator(function, self)
+        elif inspect.isgeneratorfunction(function):
+            wrapper = _generator(function, self)
+        elif inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def run_async(*args: Any, **kwargs: Any) -> Any:
+                with self._fresh(function):
+                    return await function(*args, **kwargs)
+
+            wrapper = run_async
+        else:
+
+            @functools.wraps(function)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with self._fresh(function):
+                    return function(*args, **kwargs)
+
+            wrapper = run
+        return cast(F, wrapper)
+
+    def __enter__(self) -> Rollout:
+        """Begin the rollout and make it current."""
+        run = self._begin(self._name or "rollout")
+        self._entered.append((run, enter(run.rollout)))
+        return run.rollout
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it; an error is recorded and goes on."""
+        run, outer = self._entered.pop()
+        enter(outer)
+        run.end(error)
+
+    async def __aenter__(self) -> Rollout:
+        """Begin the rollout and make it current."""
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it; an error is recorded and goes on."""
+        self.__exit__(kind, error, trace)
+
+    def _fresh(self, function: Callable[..., Any]) -> "RolloutScope":
+        return RolloutScope(self._rollout_id, self._task_id, self._attempt, self._name_of(function))
+
+    def _name_of(self, function: Callable[..., Any]) -> str:
+        return self._name or str(getattr(function, "__name__", "rollout"))
+
+    def _begin(self, name: str) -> "_Run":
+        outer = enclosing_rollout()
+        if outer is not None and self._rollout_id in (None, outer.rollout_id):
+            return _Run(outer, name, is_root=False)
+        rollout_id = self._rollout_id or f"r-{uuid.uuid4().hex}"
+        return _Run(Rollout(rollout_id, self._attempt, self._task_id, None), name, is_root=True)
+
+
+class _Run:
+    """The time between a rollout's begin and end, or that of a part of it."""
+
+    def __init__(self, rollout: Rollout, name: str, *, is_root: bool) -> None:
+        self.rollout = rollout
+        self._is_root = is_root
+        self._span: Span | None = None
+        try:
+            runtime = active() or _started_by_launcher()
+            if runtime is not None:
+                self._start(runtime, name)
+            elif _said.due():
+                logger.warning("a rollout begins before spangrad.init(): it is not recorded")
+        except Exception:  # the boundary: the agent must run
+            logger.warning("a rollout could not be recorded", exc_info=True)
+
+    def end(self, error: BaseException | None) -> None:
+        if self._is_root:
+            close_rollout(self.rollout)
+        if self._span is None:
+            return
+        try:
+            if error is not None and not isinstance(error, GeneratorExit):
+                self._span.record_exception(error)
+                self._span.set_attribute(c.ERROR_TYPE, _type_name(error))
+                self._span.set_status(Status(StatusCode.ERROR, str(error)[:500]))
+            self._span.end()
+        except Exception:  # the boundary, as above
+            logger.warning("the end of a rollout could not be recorded", exc_info=True)
+
+    def _start(self, runtime: Runtime, name: str) -> None:
+        rollout = self.rollout
+        attributes: dict[str, Any] = rollout_attributes(rollout)
+        if self._is_root:
+            attributes[c.SPAN_ROLE] = "rollout"
+        self._span = runtime.start_span(name, None if self._is_root else rollout.context, attributes)
+        if self._is_root:
+            rollout.span, rollout.context = self._span, self._span.get_span_context()
+            open_rollout(rollout)
+
+
+def _started_by_launcher() -> Runtime | None:
+    """Under `spangrad run` the tracer is set up when it is first needed."""
+    if ENVIRONMENT in os.environ:
+        from spangrad.tracer import setup
+
+        setup.init()
+    return active()
+
+
+def _type_name(error: BaseException) -> str:
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _generator(function: Callable[..., Generator[Any, Any, Any]], scope: RolloutScope) -> Any:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        inner = function(*args, **kwargs)
+        started = scope._begin(scope._name_of(function))
+        step: Callable[..., Any] = inner.send
+        argument: Any = None
+        error: BaseException | None = None
+        try:
+            while True:
+                item = _within(started.rollout, step, argument)
+                try:
+                    step, argument = inner.send, (yield item)
+                except GeneratorExit:
+                    _within(started.rollout, inner.close)
+                    raise
+                except BaseException as thrown:
+                    step, argument = inner.throw, thrown
+        except StopIteration as stop:
+            return stop.value
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            started.end(error)
+
+    return run
+
+
+def _async_generator(function: Callable[..., AsyncGenerator[Any, Any]], scope: RolloutScope) -> Any:
+    @functools.wraps(function)
+    async def run(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        inner = function(*args, **kwargs)
+        started = scope._begin(scope._name_of(function))
+        step: Callable[..., Any] = inner.asend
+        argument: Any = None
+        error: BaseException | None = None
+        try:
+            while True:
+                item = await _within_async(started.rollout, step, argument)
+                try:
+                    step, argument = inner.asend, (yield item)
+                except GeneratorExit:
+                    await _within_async(started.rollout, inner.aclose)
+                    raise
+                except BaseException as thrown:
+                    step, argument = inner.athrow, thrown
+        except StopAsyncIteration:
+            return
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            started.end(error)
+
+    return run
+
+
+def _within(rollout: Rollout, step: Callable[..., Any], *arguments: Any) -> Any:
+    outer = enter(rollout)
+    try:
+        return step(*arguments)
+    finally:
+        enter(outer)
+
+
+async def _within_async(rollout: Rollout, step: Callable[..., Any], *arguments: Any) -> Any:
+    outer = enter(rollout)
+    try:
+        return await step(*arguments)
+    finally:
+        enter(outer)

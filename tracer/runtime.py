@@ -1,0 +1,126 @@
+"""What `spangrad.init()` sets up: a private tracer provider, the worker, and who may be told of rollouts.
+
+There is at most one active runtime in a process; `active()` returns it. It knows the OTel SDK; it does not
+know HTTP clients. Invariants:
+* The global tracer provider and the ambient OTel context are left alone: the application's own tracing
+  sees nothing of ours.
+* Ids come from the operating system: an agent that seeds `random` neither repeats our ids nor gets other
+  numbers because of us.
+* Sampling and attribute limits of the environment do not apply: a training sample is whole or absent.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+
+from spangrad.tracer import conventions as c
+from spangrad.tracer.calls import RawCall, span_of
+from spangrad.tracer.exporter import Exporter
+from spangrad.tracer.propagation import Destinations
+from spangrad.tracer.worker import Worker
+
+_MANY = 2**20
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+
+
+class RandomIds(IdGenerator):
+    """Ids from the operating system's randomness."""
+
+    def generate_span_id(self) -> int:
+        """Eight random bytes, not all zero."""
+        return int.from_bytes(os.urandom(8), "big") or 1
+
+    def generate_trace_id(self) -> int:
+        """Sixteen random bytes, not all zero."""
+        return int.from_bytes(os.urandom(16), "big") or 1
+
+
+@dataclass(frozen=True, slots=True)
+class EndedSpan:
+    """A span that the SDK has ended."""
+
+    span: ReadableSpan
+    size_bytes: int = 4096
+
+
+class _ToWorker(SpanProcessor):
+    def __init__(self, worker: "Worker[RawCall | EndedSpan]") -> None:
+        self._worker = worker
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self._worker.put(EndedSpan(span))
+
+
+class Runtime:
+    """The tracer of this process."""
+
+    def __init__(
+        self, target: str, exporter: Exporter, resource: Resource, destinations: Destinations, version: str
+    ) -> None:
+        """Make the provider and the worker; `worker.start()` and `activate` set it going."""
+        self.target = target
+        self.destinations = destinations
+        self.worker: Worker[RawCall | EndedSpan] = Worker(exporter, self._finish)
+        self._ids = RandomIds()
+        self._scope = InstrumentationScope(c.SCOPE_TRACER, version)
+        self._provider = TracerProvider(
+            sampler=ALWAYS_ON,
+            resource=resource,
+            shutdown_on_exit=False,
+            id_generator=self._ids,
+            span_limits=SpanLimits(
+                max_attributes=_MANY,
+                max_span_attributes=_MANY,
+                max_event_attributes=_MANY,
+                max_events=_MANY,
+                max_attribute_length=_MANY * 64,
+                max_span_attribute_length=_MANY * 64,
+            ),
+        )
+        self._provider.add_span_processor(_ToWorker(self.worker))
+        self._tracer = self._provider.get_tracer(c.SCOPE_TRACER, version)
+
+    def start_span(self, name: str, parent: SpanContext | None, attributes: dict[str, Any]) -> Span:
+        """Start an internal span; its context is not made current."""
+        context = Context()
+        if parent is not None:
+            context = set_span_in_context(NonRecordingSpan(parent), context)
+        span = self._tracer.start_span(name, context=context, attributes=attributes)
+        assert isinstance(span, Span)  # ALWAYS_ON
+        return span
+
+    def new_context(self, parent: SpanContext | None) -> SpanContext:
+        """Ids for a span that is built later."""
+        trace_id = parent.trace_id if parent is not None else self._ids.generate_trace_id()
+        return SpanContext(trace_id, self._ids.generate_span_id(), is_remote=False, trace_flags=_SAMPLED)
+
+    def after_fork_in_child(self) -> None:
+        """Start anew in a child process."""
+        self.worker.after_fork_in_child()
+
+    def _finish(self, item: RawCall | EndedSpan) -> ReadableSpan | None:
+        if isinstance(item, EndedSpan):
+            return item.span
+        return span_of(item, self._provider.resource, self._scope)
+
+
+_active: Runtime | None = None
+
+
+def active() -> Runtime | None:
+    """The runtime of this process, if `spangrad.init()` was called."""
+    return _active
+
+
+def activate(runtime: Runtime | None) -> None:
+    """Make `runtime` the one of this process."""
+    global _active
+    _active = runtime

@@ -1,0 +1,176 @@
+"""`spangrad.init()`, `flush()` and `shutdown()`: start and end recording in this process.
+
+Invariants:
+* `init` twice is `init` once.
+* What was captured reaches the hub or the disk when the interpreter exits (return, `sys.exit`, uncaught
+  exception), on SIGTERM (unless the application handles it itself), and in children of
+  `multiprocessing`. `os._exit` and SIGKILL lose at most the last fraction of a second.
+* No application handler is replaced.
+"""
+
+import atexit
+import logging
+import multiprocessing.util as multiprocessing_util
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+
+from spangrad.errors import CaptureError
+from spangrad.tracer import capture, runtime
+from spangrad.tracer.exporter import Exporter, HubExporter, SpoolExporter
+from spangrad.tracer.propagation import Destinations
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_STORE = ".spangrad/store.duckdb"
+EXIT_TIMEOUT_S = 5.0
+
+_lock = threading.RLock()
+_hooked = False
+
+
+def init(
+    *,
+    store: str | os.PathLike[str] | None = None,
+    key: str | None = None,
+    service_name: str | None = None,
+    propagate_to: Sequence[str] = (),
+    spool_dir: str | os.PathLike[str] | None = None,
+) -> None:
+    """Start to record this process's model calls.
+
+    Args:
+        store: URL of a hub, or path of a store's file. Default: SPANGRAD_STORE, or `.spangrad/store.duckdb`
+            in the working directory.
+        key: The hub's agent key. Default: SPANGRAD_KEY.
+        service_name: `service.name` of the spans. Default: OTEL_SERVICE_NAME.
+        propagate_to: Hosts beyond loopback and private addresses that are told of traces and rollouts in
+            request headers: a gateway's. `*.domain` names a domain and everything below.
+        spool_dir: Where spans wait while a hub is down. Default: in `.spangrad/spool`.
+
+    Raises:
+        ConfigError: `store` is a URL that can't be one of a hub.
+        CaptureError: The tracer could not be set up.
+    """
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        logger.info("OTEL_SDK_DISABLED is set: nothing is recorded")
+        return
+    with _lock:
+        target = resolve_target(store)
+        current = runtime.active()
+        if current is not None:
+            if store is not None and target != current.target:
+                logger.warning(
+                    "spangrad.init(store=%r) ignored: spans already go to %r; call spangrad.shutdown() first",
+                    target,
+                    current.target,
+                )
+            return
+        exporter = make_exporter(target, key, spool_dir)
+        try:
+            _start(target, exporter, service_name, propagate_to)
+        except Exception as error:
+            raise CaptureError(f"the tracer could not be set up: {error}") from error
+
+
+def flush(timeout_s: float = 10.0) -> bool:
+    """Wait until what was recorded is where it belongs: at the hub, or in the spool of the store's file.
+
+    Returns False if time ran out, or if the hub does not answer: then it waits on disk, to be sent later.
+    """
+    current = runtime.active()
+    if current is None:
+        return True
+    return current.worker.flush(timeout_s) and not current.worker.exporter.is_waiting
+
+
+def shutdown(timeout_s: float = 10.0) -> bool:
+    """Bring what was recorded to the hub or to disk, and stop recording. Returns False if time ran out."""
+    with _lock:
+        current = runtime.active()
+        if current is None:
+            return True
+        runtime.activate(None)
+        capture.uninstall()
+        flushed = current.worker.close(timeout_s)
+        current.worker.exporter.shutdown()
+        return flushed
+
+
+def resolve_target(store: str | os.PathLike[str] | None) -> str:
+    """The hub's URL, or the absolute path of the store's file."""
+    given = os.fspath(store if store is not None else os.environ.get("SPANGRAD_STORE") or DEFAULT_STORE)
+    return given if is_hub(given) else str(Path(given).absolute())
+
+
+def is_hub(target: str) -> bool:
+    """Whether a target is a hub's URL."""
+    return target.startswith(("http://", "https://"))
+
+
+def make_exporter(
+    target: str, key: str | None = None, spool_dir: str | os.PathLike[str] | None = None
+) -> Exporter:
+    """The exporter for a target of `resolve_target`."""
+    if is_hub(target):
+        return HubExporter(target, key or os.environ.get("SPANGRAD_KEY"), spool_dir)
+    return SpoolExporter(target)
+
+
+def _start(target: str, exporter: Exporter, service_name: str | None, hosts: Sequence[str]) -> None:
+    from spangrad import __version__
+
+    resource = Resource.create({SERVICE_NAME: service_name} if service_name else None)
+    started = runtime.Runtime(target, exporter, resource, Destinations(hosts), __version__)
+    started.worker.start()
+    runtime.activate(started)
+    capture.install()
+    _hook_process()
+
+
+def _hook_process() -> None:
+    global _hooked
+    if not _hooked:
+        _hooked = True
+        atexit.register(_at_exit)
+        os.register_at_fork(after_in_child=_after_fork_in_child)
+        multiprocessing_util.register_after_fork(_AT_FORK, lambda _: _before_child_exits())
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+class _AtFork:
+    """Something for `multiprocessing` to hold a weak reference to."""
+
+
+_AT_FORK = _AtFork()
+
+
+def _before_child_exits() -> None:
+    """A forked child of `multiprocessing` skips atexit, but runs its own finalizers."""
+    multiprocessing_util.Finalize(None, _at_exit, exitpriority=0)
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.RLock()
+    current = runtime.active()
+    if current is not None:
+        current.after_fork_in_child()
+
+
+def _at_exit() -> None:
+    shutdown(EXIT_TIMEOUT_S)
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> Any:
+    flush(EXIT_TIMEOUT_S)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,187 @@
+"""The thread that turns what was captured into spans and hands them to the exporter.
+
+Knows queues and threads; it does not know what the items are. Invariants:
+* `put` neither blocks nor raises, and may be called from `__del__` and from signal handlers.
+* The queue is bounded in items and bytes. When it is full the newest item is dropped and counted; that
+  is said at most every 30 s, and once more at the end.
+* A child process made by fork starts with an empty queue and its own thread; what the parent captured is
+  the parent's to export.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from opentelemetry.sdk.trace import ReadableSpan
+
+from spangrad.tracer.exporter import Exporter, Periodically
+
+logger = logging.getLogger(__name__)
+
+MAX_ITEMS = 16_384
+MAX_BYTES = 256 * 2**20
+_BATCH_ITEMS = 256
+_LINGER_S = 0.2
+_LINGER_SLICE_S = 0.02
+_IDLE_S = 1.0
+
+
+class Item(Protocol):
+    """Something that becomes a span."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that it holds on to."""
+        ...
+
+
+T = TypeVar("T", bound=Item)
+
+
+class Worker(Generic[T]):
+    """Drains a bounded queue into `exporter`, in batches, on a thread of its own."""
+
+    def __init__(
+        self,
+        exporter: Exporter,
+        finish: Callable[[T], ReadableSpan | None],
+        *,
+        max_items: int = MAX_ITEMS,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        """`finish` makes a span of an item, or nothing, on the worker's thread."""
+        self.exporter = exporter
+        self.dropped = 0
+        """Items that did not fit into the queue."""
+        self.broken = 0
+        """Items of which no span could be made."""
+        self._finish = finish
+        self._max_items = max_items
+        self._max_bytes = max_bytes
+        self._said = Periodically()
+        self._queue: queue.SimpleQueue[T | threading.Event | None]
+        self._thread: threading.Thread | None
+        self._own_process()
+
+    def put(self, item: T) -> None:
+        """Take an item, or drop and count it."""
+        size = item.size_bytes
+        with self._lock:  # reentrant: a garbage collection may end a stream in here
+            items, held_bytes = self._items_in - self._items_out, self._bytes_in - self._bytes_out
+            if items >= self._max_items or held_bytes + size > self._max_bytes:
+                self.dropped += 1
+                if self._said.due():
+                    logger.warning("the export queue is full: %d model calls lost so far", self.dropped)
+                return
+            self._items_in += 1
+            self._bytes_in += size
+        self._queue.put(item)
+        if self._thread is None:
+            self.start()
+
+    def start(self) -> None:
+        """Start the thread, unless it runs."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="spangrad-export", daemon=True)
+                self._thread.start()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything put so far is delivered or on disk. Returns False if time ran out."""
+        if self._thread is None:
+            return True
+        done = threading.Event()
+        self._hurry = True
+        self._queue.put(done)
+        return done.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Flush for the last time and end the thread. What the hub does not take in time goes to disk."""
+        deadline = time.monotonic() + timeout_s
+        self.exporter.close_soon(timeout_s / 2)
+        flushed = self.flush(timeout_s)
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        lost = self.dropped + self.broken
+        if lost or self.exporter.dropped or not flushed:
+            logger.warning(
+                "spangrad lost %d model calls and %d batches%s",
+                lost,
+                self.exporter.dropped,
+                "" if flushed else "; the last ones could not be written in time",
+            )
+        return flushed
+
+    def after_fork_in_child(self) -> None:
+        """Forget the parent's items, locks and thread."""
+        self._own_process()
+
+    def _own_process(self) -> None:
+        self._queue = queue.SimpleQueue()
+        self._lock = threading.RLock()
+        self._thread = None
+        self._items_in = self._items_out = 0
+        self._bytes_in = self._bytes_out = 0
+        self._hurry = False
+
+    def _run(self) -> None:
+        items = self._queue
+        self.exporter.drain()
+        is_last = False
+        while not is_last:
+            try:
+                entry = items.get(timeout=_IDLE_S)
+            except queue.Empty:
+                self.exporter.drain()
+                continue
+            if entry is not None and not isinstance(entry, threading.Event):
+                self._linger()
+            batch: list[T] = []
+            waiting: list[threading.Event] = []
+            while True:
+                if entry is None:
+                    is_last = True
+                elif isinstance(entry, threading.Event):
+                    waiting.append(entry)
+                else:
+                    batch.append(entry)
+                if is_last or len(batch) >= _BATCH_ITEMS:
+                    break
+                try:
+                    entry = items.get_nowait()
+                except queue.Empty:
+                    break
+            self._export(batch)
+            self._hurry = self._hurry and not waiting
+            for done in waiting:
+                done.set()
+
+    def _linger(self) -> None:
+        """Give a batch time to grow, unless somebody waits."""
+        deadline = time.monotonic() + _LINGER_S
+        while not self._hurry and time.monotonic() < deadline:
+            time.sleep(_LINGER_SLICE_S)
+
+    def _export(self, batch: list[T]) -> None:
+        spans = []
+        for item in batch:
+            try:
+                span = self._finish(item)
+            except Exception:  # the boundary: one bad item must not end the thread
+                self.broken += 1
+                logger.warning("no span could be made of a captured call", exc_info=True)
+            else:
+                if span is not None:
+                    spans.append(span)
+        try:
+            if spans:
+                self.exporter.export(spans)
+        except Exception:  # the boundary, as above
+            self.broken += len(spans)
+            logger.warning("export failed", exc_info=True)
+        self._items_out += len(batch)
+        self._bytes_out += sum(item.size_bytes for item in batch)
