@@ -25,6 +25,7 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+	for example in examples/*/; do $(BIN)/mypy "$$example" || exit 1; done
 	$(BIN)/pyright
 
 bench: $(STAMP)

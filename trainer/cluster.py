@@ -1,5 +1,6 @@
 """Ray for a run: the local cluster and the learner actor."""
 
+import logging
 import os
 from typing import Any
 
@@ -26,7 +27,7 @@ def start_ray(address: str | None = None) -> None:
         include_dashboard=False,
         log_to_driver=False,
         configure_logging=True,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
     )
 
 
@@ -45,4 +46,4 @@ def call(method: Any, *arguments: Any, **named: Any) -> Any:
     try:
         return ray.get(method.remote(*arguments, **named))
     except ray.exceptions.RayTaskError as error:
-        raise error.as_instanceof_cause() from None
+        raise error.as_instanceof_cause() from None  # type: ignore[no-untyped-call]

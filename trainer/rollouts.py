@@ -1,6 +1,6 @@
 """Rollout workers: claim rollouts from the hub, run the agent, grade, finish.
 
-A worker is a Ray task. It holds the evaluator's key and starts the agent in a child
+A worker is a Ray actor. It holds the evaluator's key and starts the agent in a child
 process (`spangrad.trainer.agent_host`) that holds the agent's key only. Grading
 happens here, after the rollout has ended.
 
@@ -11,28 +11,22 @@ happens here, after the rollout has ended.
 * While the engine is away no attempt is burned: the worker waits for it.
 """
 
-import contextlib
-import json
 import logging
 import os
-import queue
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from spangrad.errors import EngineError, LeaseLostError, RolloutError
+from spangrad.errors import EngineError, LeaseLostError
 from spangrad.store import open_store
 from spangrad.store.base import Store
 from spangrad.store.records import Reward, Rollout, RolloutStatus
+from spangrad.trainer.agent_process import AgentProcess, WorkerConfig
 from spangrad.trainer.plugins import load_callable
-from spangrad.trainer.processes import QUIET_ENV, die_with_parent, last_line
 
 logger = logging.getLogger(__name__)
 
@@ -40,40 +34,6 @@ LEASE_S = 30.0
 """Lease of a claimed rollout; a heartbeat every third of it."""
 FLUSH_EVERY_S = 0.25
 """Ended rollouts are flushed and finished together this often."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
-    """What a rollout worker needs to know."""
-
-    store: str
-    """Hub URL."""
-    evaluator_key: str | None
-    agent_key: str | None
-    gateway_url: str
-    model: str
-    """Name under which the policy is served."""
-    function: str
-    reward: str | None
-    """None: rollouts get no reward (recording an expert, say)."""
-    base_dir: str
-    run_id: str
-    split: str
-    concurrency: int
-    timeout_s: float
-    temperature: float
-    """Put into the task as `temperature`."""
-    log: str
-    """File for what the agent prints."""
-    policy_version: int | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
-    engine_wait_s: float = 180.0
-    check_engine: bool = True
-    """False: `gateway_url` is no gateway but some other server that speaks OpenAI's API (an expert, say)."""
-
-    def recording(self, *, run_id: str, url: str) -> "WorkerConfig":
-        """The same worker for rollouts of another run against another server."""
-        return replace(self, run_id=run_id, gateway_url=url.removesuffix("/v1"), check_engine=False)
 
 
 @dataclass(slots=True)
@@ -90,10 +50,23 @@ class WorkerReport:
 
 
 class RolloutWorker:
-    """Runs queued rollouts of one run and split until none is left to claim."""
+    """Runs queued rollouts until none is left to claim; keeps the agent's process for the next time.
 
-    def __init__(self, config: WorkerConfig) -> None:
-        """Connect to the hub and load the reward function."""
+    The body of a Ray actor: one call of `run` at a time.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._name = f"worker-{os.getpid()}"
+        self._host: AgentProcess | None = None
+
+    def run(self, config: WorkerConfig) -> WorkerReport:
+        """Work until the queue has nothing left for this run and split.
+
+        Raises:
+            RolloutError: The agent can't be started.
+            EngineError: The engine stayed away.
+        """
         self._config = config
         self._store: Store = open_store(config.store, config.evaluator_key)
         self._reward: Callable[..., Any] | None = (
@@ -102,11 +75,6 @@ class RolloutWorker:
         self._running: dict[str, tuple[Rollout, float]] = {}
         self._ended: list[tuple[Rollout, dict[str, Any]]] = []
         self._report = WorkerReport()
-        self._name = f"worker-{os.getpid()}"
-        self._host: _HostProcess | None = None
-
-    def run(self) -> WorkerReport:
-        """Work until the queue has nothing left for this run and split."""
         beat = threading.Event()
         beating = threading.Thread(target=self._heartbeat, args=(beat,), daemon=True, name="heartbeat")
         beating.start()
@@ -120,8 +88,6 @@ class RolloutWorker:
                 self._stop_overdue()
         finally:
             beat.set()
-            if self._host is not None:
-                self._host.stop()
             beating.join()
             self._store.close()
 
@@ -150,9 +116,12 @@ class RolloutWorker:
                 }
             )
 
-    def _agent_host(self) -> "_HostProcess":
+    def _agent_host(self) -> AgentProcess:
+        if self._host is not None and self._host.identity != self._config.host_identity:
+            self._host.stop()
+            self._host = None
         if self._host is None:
-            self._host = _HostProcess(self._config)
+            self._host = AgentProcess(self._config)
         return self._host
 
     def _collect(self) -> None:
@@ -258,111 +227,6 @@ class RolloutWorker:
             logger.warning("%s", text)
 
 
-class _HostProcess:
-    """The agent's process, seen from the worker."""
-
-    def __init__(self, config: WorkerConfig) -> None:
-        self._replies: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._flushes = 0
-        self._flushed = threading.Condition()
-        self._flushed_up_to = (0, True)
-        log = Path(config.log)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self._log = log
-        with log.open("ab") as errors:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "spangrad.trainer.agent_host",
-                    *("--function", config.function),
-                    *("--base-dir", config.base_dir),
-                    *("--concurrency", str(config.concurrency)),
-                    *("--store", config.store),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=_agent_env(config),
-                preexec_fn=die_with_parent,
-            )
-        threading.Thread(target=self._read, daemon=True, name="agent-host").start()
-        first = self.receive(120.0)
-        if first is None or "ready" not in first:
-            self.stop()
-            raise RolloutError(
-                f"the agent {config.function!r} could not be started: {last_line(log)} (log: {log})"
-            )
-
-    def send(self, request: dict[str, Any]) -> None:
-        """Send one request; a dead process is noticed by `receive`."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass
-
-    def receive(self, timeout_s: float) -> dict[str, Any] | None:
-        """Next reply, or None; `{"exit": text}` when the process has ended."""
-        try:
-            return self._replies.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-
-    def flush(self, timeout_s: float = 35.0) -> bool:
-        """Wait until all spans of ended rollouts are handed over."""
-        self._flushes += 1
-        self.send({"flush": self._flushes})
-        with self._flushed:
-            reached = self._flushed.wait_for(
-                lambda: self._flushed_up_to[0] >= self._flushes or self._process.poll() is not None, timeout_s
-            )
-            return reached and self._flushed_up_to == (self._flushes, True)
-
-    def stop(self) -> None:
-        """End the process: close its input, wait shortly, then kill."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
-        try:
-            self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            reply = json.loads(line)
-            if "flushed" in reply:
-                with self._flushed:
-                    self._flushed_up_to = (reply["flushed"], reply["ok"])
-                    self._flushed.notify_all()
-            else:
-                self._replies.put(reply)
-        code = self._process.wait()
-        with self._flushed:
-            self._flushed.notify_all()
-        self._replies.put({"exit": f"the agent's process ended with {code}: {last_line(self._log)}"})
-
-
-def _agent_env(config: WorkerConfig) -> dict[str, str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("SPANGRAD_", "RAY_"))}
-    env |= QUIET_ENV
-    env |= {
-        "OPENAI_BASE_URL": f"{config.gateway_url}/v1",
-        "OPENAI_API_KEY": config.agent_key or "none",
-        "OPENAI_MODEL": config.model,
-        "OMP_NUM_THREADS": "1",
-        "LANGSMITH_TRACING": "false",
-    }
-    if config.agent_key:
-        env["SPANGRAD_KEY"] = config.agent_key
-    return env | dict(config.env)
-
-
 def engine_answers(gateway_url: str) -> bool:
     """True if the gateway is up and says that its engine answers."""
     try:
@@ -382,8 +246,3 @@ def wait_for_engine(gateway_url: str, timeout_s: float) -> None:
                 " start it again (`spangrad serve`), then the same command continues"
             )
         time.sleep(0.5)
-
-
-def run_worker(config: WorkerConfig) -> WorkerReport:
-    """Body of the Ray task."""
-    return RolloutWorker(config).run()

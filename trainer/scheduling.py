@@ -19,8 +19,9 @@ import ray
 from spangrad.errors import RolloutError
 from spangrad.store.base import Store
 from spangrad.store.records import Rollout, RolloutStatus
+from spangrad.trainer.agent_process import WorkerConfig
 from spangrad.trainer.config import TrainConfig
-from spangrad.trainer.rollouts import WorkerConfig, WorkerReport, run_worker
+from spangrad.trainer.rollouts import RolloutWorker, WorkerReport
 
 ENDED = (RolloutStatus.SUCCEEDED, RolloutStatus.FAILED)
 
@@ -114,14 +115,34 @@ def run_rollouts(
         if not any(_is_claimable(rollout) for rollout in waiting):
             time.sleep(0.2)
             continue
-        task = ray.remote(run_worker).options(num_cpus=0.5, max_retries=0)
-        share = [replace(worker, log=f"{worker.log}.{n}" if n else worker.log) for n in range(workers)]
+        reports += _POOL.run(worker, workers)
+
+
+class _Pool:
+    """The rollout workers of this process; they keep their agents' processes from update to update."""
+
+    def __init__(self) -> None:
+        self._actors: list[Any] = []
+
+    def run(self, worker: WorkerConfig, count: int) -> list[WorkerReport]:
+        kind = ray.remote(RolloutWorker).options(num_cpus=0.5)
+        while len(self._actors) < count:
+            self._actors.append(kind.remote())
+        configs = [replace(worker, log=f"{worker.log}.{n}" if n else worker.log) for n in range(count)]
+        working = [
+            actor.run.remote(config) for actor, config in zip(self._actors[:count], configs, strict=True)
+        ]
         try:
-            reports += ray.get([task.remote(config) for config in share])
+            reports: list[WorkerReport] = ray.get(working)
         except ray.exceptions.RayTaskError as error:
-            raise error.as_instanceof_cause() from None
-        except ray.exceptions.WorkerCrashedError as error:
+            raise error.as_instanceof_cause() from None  # type: ignore[no-untyped-call]
+        except ray.exceptions.RayActorError as error:
+            self._actors.clear()
             raise RolloutError(f"a rollout worker died: {error}") from error
+        return reports
+
+
+_POOL = _Pool()
 
 
 def _is_claimable(rollout: Rollout) -> bool:

@@ -40,8 +40,8 @@ class WarmStartConfig:
     """How the starting policy is made."""
 
     expert: str
-    """`file.py:function`: called as `function(seed=...)`, gives a context manager whose value is the address of a
-    server that speaks OpenAI's API."""
+    """`file.py:function`: called as `function(seed=...)`, gives a context manager whose value is the
+    address of a server that speaks OpenAI's API."""
     rollouts: int = 800
     """Expert rollouts that are recorded."""
     steps: int = 500
