@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 from spangrad.errors import ConfigError
 from spangrad.store import open_store
@@ -101,6 +102,7 @@ def run_demo(options: DemoOptions, *, console: Console | None = None) -> DemoRes
         SpangradError: A part could not be started; its log is named.
     """
     console = console or Console()
+    disable_progress_bar()
     started = time.monotonic()
     prepared = prepare(options)
     config, keys, clock = prepared.config, prepared.keys, Clock(console)

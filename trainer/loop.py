@@ -137,6 +137,9 @@ class Run:
                 workers=self.config.agent.workers,
             )
             seen += ended
+            for report in reports:
+                if report.first_error is not None:
+                    logger.warning("update %d: %s", self.update_index, report.first_error)
             credit_started = time.monotonic()
             batch = credited_rows(
                 self.store,

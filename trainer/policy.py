@@ -170,6 +170,7 @@ def make_policy(
             " hidden must be a multiple of 2 * heads, vocab at least 300"
         )
     tokenizer = make_tokenizer([render(conversation) for conversation in conversations], vocab=vocab)
+    pad_id, end_id = (tokenizer.get_vocab()[token] for token in (PAD_TOKEN, END_TOKEN))
     config = Qwen3Config(
         vocab_size=-(-len(tokenizer) // 64) * 64,
         hidden_size=hidden,
@@ -182,8 +183,8 @@ def make_policy(
         # A tied head has a packed copy in vLLM on CPU that weight updates must refresh by hand.
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=end_id,
+        pad_token_id=pad_id,
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
@@ -193,4 +194,4 @@ def make_policy(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     # vLLM reads its default sampling parameters here; an empty set means plain sampling.
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end_id}))

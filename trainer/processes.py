@@ -10,6 +10,7 @@ Knows how to start, wait for, and end a process. Knows nothing of what it serves
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -57,11 +58,20 @@ def require_free_port(host: str, port: int, *, what: str) -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on right now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on right now.
+
+    Below the range that the system hands out by itself: what other processes open
+    in the meantime (Ray opens many) can't take it.
+    """
+    for _ in range(1000):
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise PortInUseError(f"{host} has no free port between 20000 and 32000")
 
 
 class Service:

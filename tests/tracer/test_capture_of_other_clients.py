@@ -197,7 +197,7 @@ def test_litellm_calls_keep_their_ids(model: ModelServer, recorded: Finish, prov
         stream: Any = await litellm.acompletion(**request, stream=True)
         async for _ in stream:
             pass
-        await close_litellm_async_clients()  # type: ignore[no-untyped-call]
+        await close_litellm_async_clients()
 
     litellm.completion(**request)
     streamed: Any = litellm.completion(**request, stream=True)

@@ -46,7 +46,7 @@ def make_tokenizer(arguments: str = STRINGS_AS_THEY_ARE) -> PreTrainedTokenizerF
     bpe.add_tokens(
         [AddedToken(text, special=False, normalized=False) for text in ("<tool_call>", "</tool_call>")]
     )
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token=None, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
     tokenizer.chat_template = TEMPLATE.replace("ARGUMENTS", arguments)
@@ -69,7 +69,7 @@ def make_model(*, hidden: int = 32, layers: int = 2, vocab: int = 320, seed: int
         eos_token_id=2,
         pad_token_id=0,
     )
-    return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    return LlamaForCausalLM(config)
 
 
 def make_policy(folder: Path, *, hidden: int = 32, layers: int = 2) -> Path:

@@ -1,5 +1,7 @@
 import hashlib
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from spangrad.adapters.model_call import Choice, Grade, ModelCall
 from spangrad.errors import PolicyError
 from spangrad.trainer.policy import Conversation, conversation_of, make_policy, render
 
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {
@@ -26,7 +28,7 @@ TOOLS = [
 SYSTEM, USER = {"role": "system", "content": "Answer."}, {"role": "user", "content": "How many?"}
 
 
-def tool_call(name, arguments):
+def tool_call(name: str, arguments: Any) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     return {
         "role": "assistant",
@@ -53,10 +55,10 @@ def tokenizer(policy):
     return AutoTokenizer.from_pretrained(policy)
 
 
-def prompt_ids(tokenizer, messages):
+def prompt_ids(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
     ids = tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, return_dict=False)
     assert tokenizer.decode(ids) == render(Conversation(messages, TOOLS), add_generation_prompt=True)
-    return ids
+    return list(ids)
 
 
 def test_conversation_is_rendered_compactly():
@@ -101,8 +103,9 @@ def test_prompt_of_the_next_call_begins_with_prompt_and_reply(tokenizer, reply):
     end = len(whole) - 1 - whole[::-1].index(tokenizer.eos_token_id)
     sampled = whole[len(prompt) : end + 1]
     parser = Hermes2ProToolParser(tokenizer)
-    read = parser.extract_tool_calls(tokenizer.decode(sampled, skip_special_tokens=True), None)
-    calls = [
+    request: Any = None  # the parser does not look at it
+    read = parser.extract_tool_calls(tokenizer.decode(sampled, skip_special_tokens=True), request)
+    calls: list[dict[str, Any]] = [
         {"id": "x", "type": "function", "function": call.function.model_dump()} for call in read.tool_calls
     ]
     assert len(calls) == len(reply.get("tool_calls", []))
@@ -155,7 +158,7 @@ def test_same_seed_gives_the_same_folder_and_leaves_torchs_generator_alone(tmp_p
     assert torch.rand(1) == expected
     make_policy(tmp_path / "other", [TALK] * 3, hidden=32, layers=1, heads=2, vocab=400, seed=1)
 
-    def digests(folder):
+    def digests(folder: Path) -> dict[str, str]:
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
     assert digests(tmp_path / "again") == digests(policy)

@@ -1,0 +1,75 @@
+"""A scripted, imperfect expert that plays the model.
+
+It adds and subtracts with the calculator, but multiplies in its head more often than not,
+and is then mostly wrong; and it mostly forgets the loose things beside the boxes. An answer
+depends on the seed and the conversation alone (ids of tool calls do not count).
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from word_problems import read_problem
+
+from spangrad.trainer.scripted_model import serve_model
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """Probabilities of what the expert does."""
+
+    calculate_sums: float = 0.95
+    """Uses the calculator for `+` and `-`."""
+    calculate_products: float = 0.35
+    """Uses the calculator for boxes."""
+    right_in_head: float = 0.10
+    """Is right without it."""
+    forget_rest: float = 0.60
+    """Leaves out what is not in the boxes."""
+    slip: float = 0.02
+    """Calculates with a wrong number."""
+
+
+HASTY = Habits()
+
+
+def reply(
+    messages: Sequence[Message], seed: int = 0, *, habits: Habits = HASTY, asked_before: int = 0
+) -> dict[str, Any]:
+    """Give the expert's next message, in OpenAI chat form."""
+    talk = [message for message in messages if message["role"] != "system"]
+    visible = [[message["role"], message.get("content") or ""] for message in talk]
+    digest = hashlib.sha256(json.dumps([seed, asked_before, visible]).encode()).hexdigest()
+    rng = random.Random(digest)
+    if talk[-1]["role"] == "tool":
+        return {"role": "assistant", "content": talk[-1]["content"]}
+    problem = read_problem(talk[0]["content"])
+    has_boxes = "*" in problem.kind.expression
+    if rng.random() < (habits.calculate_products if has_boxes else habits.calculate_sums):
+        expression = problem.expression
+        if rng.random() < habits.slip:
+            expression = f"{rng.randint(2, 99)}{expression.lstrip('0123456789')}"
+        if rng.random() < habits.forget_rest:
+            expression = expression.split("+")[0] if has_boxes else expression
+        function = {"name": "calculate", "arguments": json.dumps({"expression": expression})}
+        call = {"id": f"call_{digest[:12]}", "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+    error = 0 if rng.random() < habits.right_in_head else rng.choice([-10, -2, -1, 1, 2, 10])
+    return {"role": "assistant", "content": str(problem.solution + error)}
+
+
+@contextmanager
+def serve_expert(port: int = 0, seed: int = 0, *, habits: Habits = HASTY) -> Iterator[str]:
+    """Serve the expert as an OpenAI-compatible model until the block ends; gives its base URL."""
+
+    def next_message(messages: Sequence[Message], asked_before: int) -> Mapping[str, Any]:
+        return reply(messages, seed, habits=habits, asked_before=asked_before)
+
+    with serve_model(next_message, port=port) as base_url:
+        yield base_url

@@ -1,0 +1,56 @@
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from spangrad.trainer.scripted_model import serve_model
+from tests.examples.loading import from_example, module_of
+
+EXAMPLE = "02_calculator"
+run = from_example(EXAMPLE, "agent:run")
+tasks = from_example(EXAMPLE, "tasks:tasks")
+reward = from_example(EXAMPLE, "reward:reward")
+serve_expert = from_example(EXAMPLE, "expert:serve_expert")
+word_problems = module_of(EXAMPLE, "word_problems")
+
+
+def test_agent_solves_about_half_of_the_problems_through_the_expert(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    todo = tasks("train", 300, 1)
+    with serve_expert(0, 1) as base_url, ThreadPoolExecutor(8) as pool:
+        monkeypatch.setenv("OPENAI_BASE_URL", base_url)
+        outputs = list(pool.map(run, todo))
+    scores = [reward(task, output) for task, output in zip(todo, outputs, strict=True)]
+    assert 0.55 <= sum(scores) / len(scores) <= 0.75
+    assert {output["calls"] for output in outputs} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    "arguments", ["no JSON", "[]", '{"expression": "1/0"}', '{"expression": "1*1"}', "{}"]
+)
+def test_agent_that_is_told_nonsense_ends_without_a_right_answer(monkeypatch, arguments):
+    call = {"id": "c", "type": "function", "function": {"name": "calculate", "arguments": arguments}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    task = tasks("train", 1)[0]
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    with serve_model(lambda messages, asked_before: message) as base_url:
+        monkeypatch.setenv("OPENAI_BASE_URL", base_url)
+        output = run(task)
+    assert output == {"answer": "", "calls": 4}
+    assert reward(task, output) == 0.0
+
+
+def test_calculator_knows_integers_and_three_operators_only():
+    assert word_problems.calculate("12*7+3") == 87
+    assert word_problems.calculate("-(2-5)") == 3
+    for expression in ("", "1/2", "2**9", "a", "__import__('os')", "1.5", "True", "1+" * 30, "9" * 50):
+        with pytest.raises(ValueError):
+            word_problems.calculate(expression)
+
+
+def test_splits_are_disjoint_and_every_problem_is_read_back():
+    found = {
+        split: {word_problems.read_problem(task["question"]).expression for task in tasks(split, 500)}
+        for split in ("train", "eval")
+    }
+    assert found["train"] and found["eval"] and not found["train"] & found["eval"]
+    assert tasks("train", 30, 2) == tasks("train", 60, 2)[:30]

@@ -1,0 +1,108 @@
+"""A running hub and gateway in front of the shared engine, and configs for runs against them."""
+
+import dataclasses
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spangrad.store import open_store
+from spangrad.store.base import Store
+from spangrad.trainer.engine import Engine
+from spangrad.trainer.processes import free_port
+from spangrad.trainer.up import Stack, UpConfig
+
+HERE = Path(__file__).parent
+
+
+@dataclasses.dataclass
+class Ground:
+    """Addresses, keys and files that a training run needs."""
+
+    stack: Stack
+    engine: Engine
+    model: Path
+    folder: Path
+    store: Store
+
+    def config(self, run_id: str, **changes: object) -> Path:
+        """Write the TOML file of a run."""
+        values = {"updates": 3, "reward": "reward", "max_attempts": 3, "refills": 1, **changes}
+        file = self.folder / f"{run_id}.toml"
+        file.write_text(
+            textwrap.dedent(f"""
+            [run]
+            id = "{run_id}"
+            folder = "runs"
+            updates = {values["updates"]}
+            [hub]
+            url = "{self.stack.hub_url}"
+            keys = "{self.stack.keys_file}"
+            [serving]
+            engine_url = "{self.stack.engine_url}"
+            gateway_url = "{self.stack.gateway_url}"
+            model = "{self.model}"
+            engine_wait_s = 60
+            [agent]
+            function = "{HERE}/counting_agent.py:run"
+            tasks = "{HERE}/counting_agent.py:tasks"
+            reward = "{HERE}/counting_agent.py:{values["reward"]}"
+            concurrency = 8
+            max_attempts = {values["max_attempts"]}
+            [rollout]
+            groups_per_update = 2
+            group_size = 4
+            refills = {values["refills"]}
+            [credit]
+            step = "gigpo"
+            [learner]
+            lr = 1e-3
+            threads = 1
+            """)
+        )
+        return file
+
+    def start(self, config: Path) -> "subprocess.Popen[str]":
+        """`spangrad train CONFIG` in a process of its own."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "spangrad", "train", str(config)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
+@pytest.fixture(scope="session")
+def ground(engine: Engine, served_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    """Hub and gateway with keys, the raw replies of the engine kept."""
+    folder = tmp_path_factory.mktemp("ground")
+    config = UpConfig(
+        model=None,
+        folder=str(folder),
+        store=str(folder / "store.duckdb"),
+        hub_port=free_port(),
+        gateway_port=free_port(),
+        engine_url=engine.url,
+        raw_log=str(folder / "engine_replies.jsonl"),
+    )
+    with Stack(config) as stack:
+        stack.start_hub()
+        stack.start_gateway()
+        store = open_store(stack.hub_url, stack.keys.trainer)
+        yield Ground(stack, engine, served_model, folder, store)
+        store.close()
+
+
+def end(process: "subprocess.Popen[str]", timeout_s: float = 180) -> tuple[int, str, str]:
+    """Wait for a process: exit code, output, errors."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"still running after {timeout_s} s: {out}\n{err}") from None
+    return process.returncode, out, err

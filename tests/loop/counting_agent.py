@@ -1,0 +1,51 @@
+"""An agent over plain HTTP, its tasks and rewards: any random policy gets mixed ones."""
+
+import os
+
+import httpx
+
+
+def run(task):
+    """Two calls; the second sees the first's reply."""
+    url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
+    headers = {"authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    messages = [{"role": "user", "content": task["question"]}]
+    for _ in range(2):
+        reply = httpx.post(
+            url,
+            headers=headers,
+            timeout=60,
+            json={
+                "model": os.environ["OPENAI_MODEL"],
+                "messages": messages,
+                "max_tokens": 12,
+                "temperature": task["temperature"],
+            },
+        )
+        reply.raise_for_status()
+        message = reply.json()["choices"][0]["message"]
+        messages += [
+            {"role": "assistant", "content": message["content"] or ""},
+            {"role": "user", "content": "again"},
+        ]
+    return {"text": "".join(m["content"] for m in messages if m["role"] == "assistant")}
+
+
+def tasks(split, n, seed):
+    """Questions that differ."""
+    return [{"task_id": f"{split}-{seed}-{i}", "question": f"question {i} {seed % 97}"} for i in range(n)]
+
+
+def reward(task, output):
+    """1 for about half of all texts."""
+    return float(sum(output["text"].encode()) % 2)
+
+
+def equal_reward(task, output):
+    """The same for everybody: a batch that says nothing."""
+    return 1.0
+
+
+def broken_reward(task, output):
+    """A grader with a bug."""
+    raise RuntimeError("the grader is broken")

@@ -1,0 +1,140 @@
+"""The whole loop against a real hub, gateway and vLLM, and what happens when its trainer is killed."""
+
+import json
+import random
+import signal
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+
+from spangrad.credit import CreditConfig
+from spangrad.credit.pipeline import credited_rows
+from spangrad.store.records import RewardAuthor, RolloutStatus
+from spangrad.trainer.publish import served_version
+from tests.loop.conftest import end
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def finished_run(ground):
+    """A run of three updates, started from the command line."""
+    code, out, err = end(ground.start(ground.config("finished", updates=3)))
+    assert code == 0, err
+    return out
+
+
+def rows_of(ground, run_id):
+    rollouts = ground.store.rollouts(run_id=run_id, split="train")
+    batch = credited_rows(ground.store, rollouts, CreditConfig(step="gigpo"), min_grade="exact")
+    assert batch.rows, batch.refused
+    return batch
+
+
+def test_a_run_makes_its_updates_and_serves_the_last_version(ground, finished_run):
+    assert "3 updates, policy version 3" in finished_run
+    assert [update.policy_version for update in ground.store.updates("finished")] == [1, 2, 3]
+
+
+def test_every_update_reports_a_gap_below_two_hundredths_of_a_nat(ground, finished_run):
+    for update in ground.store.updates("finished"):
+        assert update.metrics["gap/mean"] < 0.02
+        assert update.metrics["gap/published_mean"] < 0.02 if "gap/published_mean" in update.metrics else True
+        assert update.metrics["data/staleness_mean"] == 0
+
+
+def test_masks_cover_exactly_what_the_engine_sampled(ground, finished_run):
+    raw = (ground.folder / "engine_replies.jsonl").read_text().splitlines()
+    sampled: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    for line in map(json.loads, raw):
+        reply = line["response"]
+        sampled.setdefault(line["rollout_id"], []).append(
+            (tuple(reply["prompt_token_ids"]), tuple(reply["choices"][0]["token_ids"]))
+        )
+    batch = rows_of(ground, "finished")
+    rebuilt: Counter[str] = Counter()
+    for row in batch.rows:
+        for segment in row.segments:
+            prompt = tuple(row.token_ids[: segment.start].tolist())
+            completion = tuple(row.token_ids[segment.start : segment.stop].tolist())
+            assert (prompt, completion) in sampled[row.rollout_id]
+            rebuilt[row.rollout_id] += 1
+        trained = np.zeros(len(row.token_ids), dtype=bool)
+        for segment in row.segments:
+            trained[segment.start : segment.stop] = True
+        assert np.array_equal(trained, row.action_mask)
+    assert rebuilt == {rollout: len(calls) for rollout, calls in sampled.items() if rollout in rebuilt}
+    assert len(rebuilt) == 3 * 8
+
+
+def test_rewards_come_from_the_evaluator_alone(ground, finished_run):
+    ids = [rollout.rollout_id for rollout in ground.store.rollouts(run_id="finished")]
+    assert {reward.author for reward in ground.store.rewards(ids)} == {RewardAuthor.EVALUATOR}
+
+
+def test_a_finished_run_is_not_run_again(ground, finished_run):
+    before = ground.store.query("SELECT count(*) AS n FROM rollouts")
+    code, out, _ = end(ground.start(ground.config("finished", updates=3)))
+    assert code == 0 and "3 updates" in out
+    assert ground.store.query("SELECT count(*) AS n FROM rollouts") == before
+
+
+def is_past(ground, process, updates):
+    return process.poll() is not None or len(ground.store.updates("killed")) >= updates
+
+
+def happens(rng):
+    return rng.random() < 0.02
+
+
+def test_a_killed_trainer_continues_and_trains_nothing_twice_or_never(ground):
+    updates = 6
+    config = ground.config("killed", updates=updates)
+    rng = random.Random(7)
+    kills = 0
+    for target in (1, 2, 4):
+        process = ground.start(config)
+        wait_until(partial(is_past, ground, process, target), 180)
+        # A moment inside the next update that no line of the loop was chosen for.
+        wait_until(partial(happens, rng), 60)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        kills += 1
+    code, _, err = end(ground.start(config))
+    assert code == 0, err
+    assert kills == 3
+    done = ground.store.updates("killed")
+    assert [update.update_index for update in done] == list(range(updates))
+    consumed = Counter(rollout for update in done for rollout in update.rollout_ids)
+    assert set(consumed.values()) == {1}
+    trained = ground.store.rollouts(run_id="killed", split="train")
+    assert {rollout.rollout_id for rollout in trained} == set(consumed)
+    for update in done:
+        for rollout in (r for r in trained if r.rollout_id in set(update.rollout_ids)):
+            assert rollout.consumed_by == update.update_index
+            assert rollout.status is RolloutStatus.SUCCEEDED
+        calls = Counter(sample.call_id for sample in update.samples)
+        assert set(calls.values()) == {1}
+    assert served_version(ground.engine.url) == updates
+
+
+def test_a_batch_that_says_nothing_is_one_clear_line_and_nothing_is_consumed(ground):
+    code, _, err = end(ground.start(ground.config("hopeless", reward="equal_reward", refills=1)))
+    assert code == 1
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("spangrad: update 0: nothing to learn from 16 rollouts")
+    assert "0 of 4 groups with different rewards" in last
+    assert ground.store.updates("hopeless") == []
+    kept = ground.store.rollouts(run_id="hopeless")
+    assert len(kept) == 16 and {rollout.consumed_by for rollout in kept} == {None}
+
+
+def test_a_broken_grader_gives_no_reward_instead_of_zero(ground):
+    code, _, err = end(ground.start(ground.config("ungraded", reward="broken_reward", refills=0)))
+    assert code == 1
+    assert "nothing to learn from 8 rollouts" in err and "the grader is broken" in err
+    ids = [rollout.rollout_id for rollout in ground.store.rollouts(run_id="ungraded")]
+    assert ground.store.rewards(ids) == []
