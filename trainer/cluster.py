@@ -43,7 +43,14 @@ def start_learner(config: LearnerConfig) -> Any:
 
 def call(method: Any, *arguments: Any, **named: Any) -> Any:
     """Call a method of an actor and wait; an error arrives as what it was, not wrapped."""
+    return wait_for(method.remote(*arguments, **named))
+
+
+def wait_for(result: Any) -> Any:
+    """`ray.get`, with the error that was raised over there instead of Ray's wrapping of it."""
     try:
-        return ray.get(method.remote(*arguments, **named))
+        return ray.get(result)
     except ray.exceptions.RayTaskError as error:
-        raise error.as_instanceof_cause() from None  # type: ignore[no-untyped-call]
+        if isinstance(error.cause, Exception):
+            raise error.cause from None
+        raise

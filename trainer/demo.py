@@ -102,7 +102,7 @@ def run_demo(options: DemoOptions, *, console: Console | None = None) -> DemoRes
         SpangradError: A part could not be started; its log is named.
     """
     console = console or Console()
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     started = time.monotonic()
     prepared = prepare(options)
     config, keys, clock = prepared.config, prepared.keys, Clock(console)

@@ -231,8 +231,8 @@ def engine_answers(gateway_url: str) -> bool:
     """True if the gateway is up and says that its engine answers."""
     try:
         reply = httpx.get(f"{gateway_url}/spangrad/health", timeout=10.0)
-        return reply.status_code == 200 and bool(reply.json().get("engine_reachable"))
-    except (httpx.HTTPError, ValueError):
+        return reply.status_code == 200 and reply.json()["engine"]["reachable"] is True
+    except (httpx.HTTPError, ValueError, KeyError):
         return False
 
 

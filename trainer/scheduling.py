@@ -20,6 +20,7 @@ from spangrad.errors import RolloutError
 from spangrad.store.base import Store
 from spangrad.store.records import Rollout, RolloutStatus
 from spangrad.trainer.agent_process import WorkerConfig
+from spangrad.trainer.cluster import wait_for
 from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.rollouts import RolloutWorker, WorkerReport
 
@@ -133,9 +134,7 @@ class _Pool:
             actor.run.remote(config) for actor, config in zip(self._actors[:count], configs, strict=True)
         ]
         try:
-            reports: list[WorkerReport] = ray.get(working)
-        except ray.exceptions.RayTaskError as error:
-            raise error.as_instanceof_cause() from None  # type: ignore[no-untyped-call]
+            reports: list[WorkerReport] = wait_for(working)
         except ray.exceptions.RayActorError as error:
             self._actors.clear()
             raise RolloutError(f"a rollout worker died: {error}") from error

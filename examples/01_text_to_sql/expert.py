@@ -1,9 +1,9 @@
 """A scripted, imperfect expert that plays the model.
 
-It knows SQL and the two tables, and it has the habits of somebody in a hurry: it seldom
-looks at the schema first, guesses the words that it doesn't know, mostly gives up when a
-guess fails, and leaves out a filter or a DISTINCT more often than not. Everything right is
-among the things it does, but for every hard question some wrong habit is the more frequent
+It knows SQL and the two tables, and it has the habits of somebody in a hurry: mostly it
+does not look at the schema first, guesses the words that it doesn't know, and gives up when
+a guess fails; it often leaves out a filter, and mostly a DISTINCT. Everything right is
+among the things it does, but on every hard question some wrong choice is the more frequent
 one. `README.md` says why.
 
 Invariants: an answer depends on the seed and the conversation alone (ids of tool calls do

@@ -57,7 +57,8 @@ def test_agent_answers_through_the_expert_and_the_expert_is_as_good_as_designed(
         openai_key.setenv("OPENAI_BASE_URL", base_url)
         outputs = list(pool.map(run, todo))
     scores = [reward(task, output) for task, output in zip(todo, outputs, strict=True)]
-    assert 0.38 <= sum(scores) / len(scores) <= 0.60
+    # 0.576 over 1,600 rollouts; three standard errors of 200 are 0.105.
+    assert 0.47 <= sum(scores) / len(scores) <= 0.68
     assert {output["calls"] for output in outputs} == {2, 3, 4}
 
 
