@@ -10,7 +10,14 @@ from tests.waiting import wait_until
 from spangrad.errors import EngineError, PortInUseError
 from spangrad.trainer.processes import Service, free_port, last_line, require_free_port
 
-SERVER = "import http.server,sys; http.server.test(http.server.SimpleHTTPRequestHandler, port=int(sys.argv[1]), bind='127.0.0.1')"
+SERVER = (
+    "import http.server, sys
+"
+    "handler = http.server.SimpleHTTPRequestHandler
+"
+    "http.server.test(handler, port=int(sys.argv[1]), bind='127.0.0.1')
+"
+)
 
 
 def http_service(tmp_path, port):
@@ -62,7 +69,8 @@ def test_a_child_dies_with_a_killed_parent(tmp_path):
     code = (
         "import sys, pathlib, time\n"
         "from spangrad.trainer.processes import Service\n"
-        f"s = Service('x', [sys.executable, '-c', 'import time; time.sleep(600)'], log=pathlib.Path({str(tmp_path / 'log')!r}), ready_url='')\n"
+        "sleeper = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        f"s = Service('x', sleeper, log=pathlib.Path({str(tmp_path / 'log')!r}), ready_url='')\n"
         "s.start(); print(s.pid, flush=True); time.sleep(600)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
