@@ -10,14 +10,11 @@ from tests.waiting import wait_until
 from spangrad.errors import EngineError, PortInUseError
 from spangrad.trainer.processes import Service, free_port, last_line, require_free_port
 
-SERVER = (
-    "import http.server, sys
-"
-    "handler = http.server.SimpleHTTPRequestHandler
-"
-    "http.server.test(handler, port=int(sys.argv[1]), bind='127.0.0.1')
-"
-)
+SERVER = r"""
+import http.server, sys
+handler = http.server.SimpleHTTPRequestHandler
+http.server.test(handler, port=int(sys.argv[1]), bind="127.0.0.1")
+"""
 
 
 def http_service(tmp_path, port):
