@@ -50,6 +50,36 @@ def calls_of(store: Store, rollout_ids: Sequence[str] | None = None) -> list[Mod
     return [call for call in calls if call.rollout_id is None or call.attempt == current[call.rollout_id]]
 
 
+def record_calls(store: Store, calls: Iterable[ModelCall]) -> int:
+    """Write the summaries of calls to the store's table `calls`, where SQL can ask about grades and sizes."""
+    rows = [_summary(call) for call in calls]
+    return store.put_calls(rows) if rows else 0
+
+
+def _summary(call: ModelCall) -> dict[str, Any]:
+    sampled = [choice.sampled_token_ids for choice in call.choices if choice.sampled_token_ids is not None]
+    versions = [version for choice in call.choices for version in choice.policy_versions or ()]
+    return {
+        "call_id": call.call_id,
+        "rollout_id": call.rollout_id,
+        "attempt": call.attempt,
+        "trace_id": call.trace_id,
+        "span_id": call.span_id,
+        "dialect": call.dialect,
+        "model": call.model,
+        "grade": str(call.grade),
+        "grade_reasons": list(call.grade_reasons),
+        "finish_reason": call.choices[0].finish_reason if call.choices else None,
+        "purpose": str(call.purpose),
+        "step_name": call.step_name,
+        "start_ns": call.start_ns,
+        "end_ns": call.end_ns,
+        "prompt_tokens": None if call.prompt_token_ids is None else len(call.prompt_token_ids),
+        "sampled_tokens": sum(len(ids) for ids in sampled) if sampled else None,
+        "policy_version": min(versions) if versions else None,
+    }
+
+
 def call_to_json(call: ModelCall) -> dict[str, Any]:
     """A call as a JSON object; per-choice fields are those of the first choice, `choices` has all."""
     choices = [

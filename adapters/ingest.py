@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from spangrad.adapters.calls import calls_from_spans
+from spangrad.adapters.calls import calls_from_spans, record_calls
 from spangrad.adapters.dialects import NO_DIALECT, recognise
 from spangrad.adapters.grading import reason_kind
 from spangrad.adapters.otlp_files import Broken, Skipped, messages
@@ -136,7 +136,9 @@ def _grade(store: Store, traces: Sequence[str], report: IngestReport) -> None:
     for start in range(0, len(traces), TRACES_AT_ONCE):
         spans = list(store.spans(trace_ids=traces[start : start + TRACES_AT_ONCE]))
         dialects[NO_DIALECT] += sum(recognise(span) == NO_DIALECT for span in spans)
-        for call in calls_from_spans(spans):
+        calls = calls_from_spans(spans)
+        record_calls(store, calls)
+        for call in calls:
             dialects[call.dialect] += 1
             grades[str(call.grade)] += 1
             reasons.update({reason_kind(reason) for reason in call.grade_reasons})

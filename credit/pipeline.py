@@ -42,6 +42,8 @@ class CreditedBatch:
     """Names and meaning: `credit/README.md`."""
     samples: Sequence[UpdateSample]
     """One per trained call: the line from the update back to the span."""
+    calls: Sequence[ModelCall] = ()
+    """Every call that was read, trained or not."""
 
 
 def credited_rows(
@@ -98,9 +100,10 @@ def credited_rows(
         assigned = {step.call_id: advantages[rollout.rollout_id, step.call_id] for step in trajectory.steps}
         rows += _rows(rollout, calls, assigned, min_grade, render, refused)
     rows = weigh(rows, aggregation, constant=constant) if rows else []
-    sampled = {call.call_id: _sampled_tokens(call) for calls in by_rollout.values() for call in calls}
+    read = [call for calls in by_rollout.values() for call in calls]
+    sampled = {call.call_id: _sampled_tokens(call) for call in read}
     refused = [replace(one, sampled_tokens=sampled.get(one.call_id or "", 0)) for one in refused]
-    return CreditedBatch(rows, refused, diagnostics, samples_of(rows, policy_version))
+    return CreditedBatch(rows, refused, diagnostics, samples_of(rows, policy_version), read)
 
 
 def samples_of(rows: Sequence[Transition], policy_version: int | None = None) -> list[UpdateSample]:

@@ -84,6 +84,10 @@ class Store(Protocol):
         """Spans of these rollouts or traces (all without), ordered by (trace, start time)."""
         ...
 
+    def put_calls(self, rows: Sequence[Mapping[str, Any]]) -> int:
+        """Store summaries of model calls, columns of the table `calls`; a later one replaces an earlier one."""
+        ...
+
     def commit_update(self, update: Update) -> bool:
         """Record an update and mark its rollouts consumed, in one transaction.
 

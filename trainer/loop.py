@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from spangrad.adapters.calls import record_calls
 from spangrad.credit.pipeline import CreditedBatch, credited_rows
 from spangrad.credit.transition import Transition
 from spangrad.errors import EmptyBatchError, StoreError
@@ -184,6 +185,7 @@ class Run:
             record={"update": dataclasses.asdict(update)},
             keep=self.config.run.keep_checkpoints,
         )
+        record_calls(self.store, batch.calls)
         self.store.commit_update(update)
         self.update_index += 1
         self.policy_version += 1
