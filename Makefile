@@ -29,7 +29,7 @@ types: $(STAMP)
 	$(BIN)/pyright
 
 bench: $(STAMP)
-	$(BIN)/python -m pytest tests/bench --benchmark
+	$(BIN)/python -m tests.bench.run
 
 bench-demo: $(STAMP)
 	$(BIN)/python -m tests.bench.demo_seeds
