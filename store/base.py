@@ -85,7 +85,7 @@ class Store(Protocol):
         ...
 
     def put_calls(self, rows: Sequence[Mapping[str, Any]]) -> int:
-        """Store summaries of model calls, columns of the table `calls`; a later one replaces an earlier one."""
+        """Store summaries of calls: columns of the table `calls`; a later one replaces an earlier one."""
         ...
 
     def commit_update(self, update: Update) -> bool:
