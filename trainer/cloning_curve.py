@@ -19,7 +19,7 @@ from spangrad.trainer.evaluation import evaluate
 from spangrad.trainer.publish import publish
 from spangrad.trainer.warm_start import record_expert, start_policy
 
-LENGTHS = (0.5, 1.0, 2.0, 3.0, 4.0)
+LENGTHS = (0.5, 1.0, 2.0, 3.0)
 """Lengths that are evaluated, in units of the demo's own cloning."""
 
 
