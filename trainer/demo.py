@@ -25,7 +25,7 @@ from spangrad.store import open_store
 from spangrad.store.base import Store
 from spangrad.trainer.cluster import start_learner, start_ray
 from spangrad.trainer.config import TrainConfig, build, to_dict
-from spangrad.trainer.evaluation import Evaluation, evaluate
+from spangrad.trainer.evaluation import Evaluation, evaluate, values_of
 from spangrad.trainer.loop import Metrics, train
 from spangrad.trainer.processes import free_port
 from spangrad.trainer.report import EvalResult, Example, LiveTable, RunReport, SuccessRate, write_report
@@ -63,7 +63,7 @@ class DemoResult:
     """What a demo measured."""
 
     examples: list[Example]
-    """The same held-out rollout before and after."""
+    """One held-out task before and after: the first whose outcome changed."""
     before: Evaluation
     after: Evaluation
     before_sampled: Evaluation
@@ -192,16 +192,14 @@ def _close_the_loop(
 
     before = measure("before", 0, 0.0)
     before_sampled = measure("before", 0, config.rollout.temperature)
-    examples = [_example(store, config, "before-greedy", 0)]
     with LiveTable(console=console) as table:
         report = train(config, keys=keys, on_update=lambda index, metrics: table.add(index, metrics))
     version = report.policy_version
     after = measure("after", version, 0.0)
     after_sampled = measure("after", version, config.rollout.temperature)
-    examples.append(_example(store, config, "after-greedy", version))
     gaps = [metrics["gap/mean"] for metrics in report.history if "gap/mean" in metrics]
     return DemoResult(
-        examples=examples,
+        examples=_examples(store, config, version),
         before=before,
         after=after,
         before_sampled=before_sampled,
@@ -303,15 +301,20 @@ def _new_folder(root: Path) -> Path:
     raise ConfigError(f"no free folder name below {str(root)!r}")
 
 
-def _example(store: Store, config: TrainConfig, label: str, version: int) -> Example:
-    """The first held-out rollout, before or after, as text."""
-    rollout_id = f"{config.run.id}-eval-{label}-v{version:05d}-0000"
-    rewards = store.rewards([rollout_id])
-    return Example(
-        title=label.replace("-", ", "),
-        text=transcript(store, rollout_id),
-        reward=rewards[-1].value if rewards else None,
-    )
+def _examples(store: Store, config: TrainConfig, version: int) -> list[Example]:
+    """The first held-out task that was answered otherwise before than after, as text."""
+    stems = [
+        f"{config.run.id}-eval-before-greedy-v00000",
+        f"{config.run.id}-eval-after-greedy-v{version:05d}",
+    ]
+    ids = [[f"{stem}-{index:04d}" for index in range(config.eval.tasks)] for stem in stems]
+    values = values_of(store.rewards([*ids[0], *ids[1]]), config.rollout.reward_authors)
+    pairs = list(zip(*ids, strict=True))
+    pair = next((pair for pair in pairs if values.get(pair[0]) != values.get(pair[1])), pairs[0])
+    return [
+        Example(title=title, text=transcript(store, rollout_id), reward=values.get(rollout_id))
+        for title, rollout_id in zip(("before, greedy", "after, greedy"), pair, strict=True)
+    ]
 
 
 def _rate(found: Evaluation) -> SuccessRate:
