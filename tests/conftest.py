@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from spangrad.trainer.engine import Engine, EngineConfig
 from spangrad.trainer.processes import free_port
+from spangrad.trainer.serving.engine import Engine, EngineConfig
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,7 @@ def test_wheel_brings_the_command_and_the_vllm_plugin(wheel: Path) -> None:
         (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         text = archive.read(entry_points).decode()
     assert "spangrad = spangrad.cli:main" in text
-    assert "spangrad = spangrad.trainer.vllm_plugin:register" in text
+    assert "spangrad = spangrad.trainer.serving.vllm_plugin:register" in text
 
 
 def test_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import ray
 
-from spangrad.trainer.learner import Learner
-from spangrad.trainer.learner_config import LearnerConfig
+from spangrad.trainer.learning.learner import Learner
+from spangrad.trainer.learning.learner_config import LearnerConfig
 from spangrad.trainer.processes import QUIET_ENV
 
 OBJECT_STORE_BYTES = 200 * 2**20

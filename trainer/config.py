@@ -6,7 +6,7 @@
     [agent]    the agent, its tasks and its reward
     [rollout]  how many rollouts an update learns from
     [credit]   estimators (spangrad.credit.CreditConfig)
-    [learner]  optimizer and loss (spangrad.trainer.learner.LearnerConfig)
+    [learner]  optimizer and loss (spangrad.trainer.learning.learner.LearnerConfig)
     [eval]     held-out evaluation
 
 An unknown key is an error that names the nearest known one. Paths are relative to
@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from spangrad.credit.assign import CreditConfig
 from spangrad.errors import ConfigError
-from spangrad.trainer.learner_config import LearnerConfig
+from spangrad.trainer.learning.learner_config import LearnerConfig
 
 T = TypeVar("T")
 

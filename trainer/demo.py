@@ -27,12 +27,19 @@ from spangrad.trainer.cluster import start_learner, start_ray
 from spangrad.trainer.config import TrainConfig, build, to_dict
 from spangrad.trainer.evaluation import Evaluation, evaluate, values_of
 from spangrad.trainer.loop import Metrics, train
+from spangrad.trainer.policies.warm_start import WarmStart, WarmStartConfig, warm_start
 from spangrad.trainer.processes import free_port
-from spangrad.trainer.report import EvalResult, Example, LiveTable, RunReport, SuccessRate, write_report
-from spangrad.trainer.scheduling import Keys
-from spangrad.trainer.transcript import transcript
+from spangrad.trainer.reporting.report import (
+    EvalResult,
+    Example,
+    LiveTable,
+    RunReport,
+    SuccessRate,
+    write_report,
+)
+from spangrad.trainer.reporting.transcript import transcript
+from spangrad.trainer.rollouts.scheduling import Keys
 from spangrad.trainer.up import Stack, UpConfig
-from spangrad.trainer.warm_start import WarmStart, WarmStartConfig, warm_start
 
 EXAMPLE = "01_text_to_sql"
 

@@ -7,9 +7,9 @@ from typing import Any
 from spangrad.store.base import Store
 from spangrad.store.records import Reward, Rollout
 from spangrad.trainer.config import TrainConfig
-from spangrad.trainer.monitors import wilson_interval
+from spangrad.trainer.learning.monitors import wilson_interval
 from spangrad.trainer.plugins import load_tasks
-from spangrad.trainer.scheduling import Keys, run_rollouts, worker_config
+from spangrad.trainer.rollouts.scheduling import Keys, run_rollouts, worker_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,13 +33,13 @@ from spangrad.errors import EmptyBatchError, StoreError
 from spangrad.store import open_store
 from spangrad.store.base import Store
 from spangrad.store.records import Policy, Rollout, Update, UpdateSample
-from spangrad.trainer import checkpoint
 from spangrad.trainer.cluster import call, start_learner, start_ray
 from spangrad.trainer.config import TrainConfig, resolve, to_dict
 from spangrad.trainer.evaluation import Evaluation, evaluate
+from spangrad.trainer.learning import checkpoint
 from spangrad.trainer.plugins import load_tasks
-from spangrad.trainer.publish import prove, publish, served_version
-from spangrad.trainer.scheduling import Keys, run_rollouts, update_rollouts, worker_config
+from spangrad.trainer.rollouts.scheduling import Keys, run_rollouts, update_rollouts, worker_config
+from spangrad.trainer.serving.publish import prove, publish, served_version
 
 logger = logging.getLogger(__name__)
 

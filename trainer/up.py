@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spangrad.store.keys import Keys
-from spangrad.trainer.engine import Engine, EngineConfig
 from spangrad.trainer.processes import Service, require_free_port
+from spangrad.trainer.serving.engine import Engine, EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

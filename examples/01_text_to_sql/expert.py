@@ -22,7 +22,7 @@ from typing import Any
 from shop_database import CUSTOMERS, MONEY_COLUMNS, MONTHS, PRODUCTS, VALID_CODES
 from shop_questions import Question, read_question
 
-from spangrad.trainer.scripted_model import serve_model
+from spangrad.trainer.policies.scripted_model import serve_model
 
 Message = Mapping[str, Any]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from word_problems import read_problem
 
-from spangrad.trainer.scripted_model import serve_model
+from spangrad.trainer.policies.scripted_model import serve_model
 
 Message = Mapping[str, Any]
 

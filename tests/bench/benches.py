@@ -26,10 +26,10 @@ from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import decode_request
 from spangrad.store.records import Span
 from spangrad.tracer import conventions as c
-from spangrad.trainer.learner import Learner
-from spangrad.trainer.learner_config import LearnerConfig
-from spangrad.trainer.model import load_model
-from spangrad.trainer.packing import pack, trimmed_length
+from spangrad.trainer.learning.learner import Learner
+from spangrad.trainer.learning.learner_config import LearnerConfig
+from spangrad.trainer.learning.model import load_model
+from spangrad.trainer.learning.packing import pack, trimmed_length
 from tests.bench.pairs import Pair, paired
 from tests.store.bench_store import requests, timed
 from tests.store.building import conversation, new_trace

@@ -28,8 +28,8 @@ def run_seed(seed: int) -> dict[str, Any]:
 
 def cloning_curve(seed: int) -> dict[str, Any]:
     """Success after cloning for longer, without reinforcement."""
-    command = [sys.executable, "-m", "spangrad.trainer.cloning_curve", "--seed", str(seed), "--json"]
-    print(f"$ python -m spangrad.trainer.cloning_curve --seed {seed} --json", flush=True)
+    command = [sys.executable, "-m", "spangrad.trainer.policies.cloning_curve", "--seed", str(seed), "--json"]
+    print(f"$ python -m spangrad.trainer.policies.cloning_curve --seed {seed} --json", flush=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     curve: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return curve

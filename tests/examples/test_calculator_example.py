@@ -2,7 +2,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from spangrad.trainer.scripted_model import serve_model
+from spangrad.trainer.policies.scripted_model import serve_model
 from tests.examples.loading import from_example, module_of
 
 EXAMPLE = "02_calculator"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spangrad.trainer.scripted_model import serve_model
+from spangrad.trainer.policies.scripted_model import serve_model
 from tests.examples.loading import EXAMPLES, from_example, module_of
 
 EXAMPLE = "01_text_to_sql"

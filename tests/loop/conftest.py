@@ -12,8 +12,8 @@ import pytest
 
 from spangrad.store import open_store
 from spangrad.store.base import Store
-from spangrad.trainer.engine import Engine
 from spangrad.trainer.processes import free_port
+from spangrad.trainer.serving.engine import Engine
 from spangrad.trainer.up import Stack, UpConfig
 
 HERE = Path(__file__).parent

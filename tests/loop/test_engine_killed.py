@@ -8,9 +8,9 @@ import pytest
 
 from spangrad.store import open_store
 from spangrad.store.records import RolloutStatus
-from spangrad.trainer.engine import Engine, EngineConfig
 from spangrad.trainer.processes import free_port
-from spangrad.trainer.publish import served_version
+from spangrad.trainer.serving.engine import Engine, EngineConfig
+from spangrad.trainer.serving.publish import served_version
 from spangrad.trainer.up import Stack, UpConfig
 from tests.loop.conftest import Ground, end
 from tests.waiting import wait_until

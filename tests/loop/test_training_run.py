@@ -12,7 +12,7 @@ import pytest
 from spangrad.credit import CreditConfig
 from spangrad.credit.pipeline import credited_rows
 from spangrad.store.records import RewardAuthor, RolloutStatus
-from spangrad.trainer.publish import served_version
+from spangrad.trainer.serving.publish import served_version
 from tests.loop.conftest import end
 from tests.waiting import wait_until
 

@@ -12,7 +12,7 @@ import torch
 from tests.waiting import wait_until
 
 from spangrad.errors import StoreError, StoreFullError
-from spangrad.trainer.checkpoint import (
+from spangrad.trainer.learning.checkpoint import (
     Checkpoint,
     complete_checkpoints,
     latest,
@@ -22,7 +22,7 @@ from spangrad.trainer.checkpoint import (
 
 SAVE_FOREVER = """
 import sys, torch
-from spangrad.trainer.checkpoint import Checkpoint, save_checkpoint
+from spangrad.trainer.learning.checkpoint import Checkpoint, save_checkpoint
 n = 0
 while True:
     n += 1

@@ -12,9 +12,9 @@ from tests.trainer.small_policy import make_policy
 from tests.vllm_fixture import learner_logprobs
 
 from spangrad.errors import ConfigError, EngineError, PolicyError, PortInUseError, PublishError
-from spangrad.trainer.engine import Engine, EngineConfig, decisive_line
 from spangrad.trainer.processes import free_port
-from spangrad.trainer.publish import publish, served_version
+from spangrad.trainer.serving.engine import Engine, EngineConfig, decisive_line
+from spangrad.trainer.serving.publish import publish, served_version
 
 TOOLS = [
     {

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from spangrad.credit.transition import Transition
 from spangrad.errors import ConfigError, EmptyBatchError, GradeError, PolicyError
-from spangrad.trainer.checkpoint import latest
-from spangrad.trainer.learner import Learner
-from spangrad.trainer.learner_config import LearnerConfig, scheduled_lr
-from spangrad.trainer.losses import bc_loss, ppo_clip_loss
-from spangrad.trainer.model import target_stats
-from spangrad.trainer.packing import pack
+from spangrad.trainer.learning.checkpoint import latest
+from spangrad.trainer.learning.learner import Learner
+from spangrad.trainer.learning.learner_config import LearnerConfig, scheduled_lr
+from spangrad.trainer.learning.losses import bc_loss, ppo_clip_loss
+from spangrad.trainer.learning.model import target_stats
+from spangrad.trainer.learning.packing import pack
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@ import io
 
 from rich.console import Console
 
-from spangrad.trainer.report import LiveTable
+from spangrad.trainer.reporting.report import LiveTable
 
 METRICS = {
     "reward/mean": 0.625,

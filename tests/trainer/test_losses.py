@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spangrad.errors import EmptyBatchError
-from spangrad.trainer.losses import (
+from spangrad.trainer.learning.losses import (
     bc_loss,
     entropy_bonus,
     kl_k1,

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from spangrad.errors import CreditError
-from spangrad.trainer.monitors import Totals, bootstrap_interval, group_spread, wilson_interval
+from spangrad.trainer.learning.monitors import Totals, bootstrap_interval, group_spread, wilson_interval
 
 
 def test_group_spread_counts_groups_that_teach_nothing():

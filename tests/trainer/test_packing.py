@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.trainer.small_policy import make_row
 
 from spangrad.errors import CreditError, EmptyBatchError, GradeError, PolicyError
-from spangrad.trainer.packing import (
+from spangrad.trainer.learning.packing import (
     bucketed_batches,
     check_vocabulary,
     data_metrics,

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spangrad.adapters.model_call import Choice, Grade, ModelCall
 from spangrad.errors import PolicyError
-from spangrad.trainer.policy import Conversation, conversation_of, make_policy, render
+from spangrad.trainer.policies.policy import Conversation, conversation_of, make_policy, render
 
 TOOLS: list[dict[str, Any]] = [
     {

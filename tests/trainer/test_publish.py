@@ -17,15 +17,15 @@ from tests.vllm_fixture import learner_logprobs, make_served_model, moved_weight
 from tests.waiting import wait_until
 
 from spangrad.errors import PublishError
-from spangrad.trainer.engine import Engine
 from spangrad.trainer.processes import free_port
-from spangrad.trainer.publish import prove, publish, served_logprobs, served_version
+from spangrad.trainer.serving.engine import Engine
+from spangrad.trainer.serving.publish import prove, publish, served_logprobs, served_version
 
 pytestmark = pytest.mark.vllm
 
 OWNER = """
 import sys, time
-from spangrad.trainer.engine import Engine, EngineConfig
+from spangrad.trainer.serving.engine import Engine, EngineConfig
 engine = Engine(EngineConfig(model=sys.argv[1], port=int(sys.argv[2]), log=sys.argv[3])).start()
 print(engine.pid, flush=True)
 time.sleep(3600)

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from spangrad.adapters.model_call import Choice, Grade, ModelCall
 from spangrad.errors import GradeError
-from spangrad.trainer.rendering import render_call, with_rendered_ids
+from spangrad.trainer.learning.rendering import render_call, with_rendered_ids
 
 TOOLS = [{"type": "function", "function": {"name": "query", "parameters": {"type": "object"}}}]
 

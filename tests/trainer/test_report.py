@@ -4,7 +4,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from spangrad.trainer.report import EvalResult, Example, RunReport, SuccessRate, render, write_report
+from spangrad.trainer.reporting.report import (
+    EvalResult,
+    Example,
+    RunReport,
+    SuccessRate,
+    render,
+    write_report,
+)
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 

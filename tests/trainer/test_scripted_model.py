@@ -2,7 +2,7 @@ import httpx
 import pytest
 
 from spangrad.errors import PortInUseError
-from spangrad.trainer.scripted_model import serve_model
+from spangrad.trainer.policies.scripted_model import serve_model
 
 
 def ask(base_url: str, text: str, **extra: object) -> httpx.Response:

@@ -130,7 +130,7 @@ def serve(
     or use `spangrad up` for both.
     """
     require("`spangrad serve`", "vllm")
-    from spangrad.trainer.engine import Engine, EngineConfig
+    from spangrad.trainer.serving.engine import Engine, EngineConfig
 
     engine = Engine(
         EngineConfig(

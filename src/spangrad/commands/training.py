@@ -41,7 +41,7 @@ def train(
 
     settings = load_config(config, changes or [])
     from spangrad.trainer.loop import train as run_training
-    from spangrad.trainer.report import LiveTable
+    from spangrad.trainer.reporting.report import LiveTable
 
     with stop_on_sigterm(), LiveTable() as table:
         report = run_training(settings, on_update=table.add)

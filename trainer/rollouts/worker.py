@@ -1,7 +1,7 @@
 """Rollout workers: claim rollouts from the hub, run the agent, grade, finish.
 
 A worker is a Ray actor. It holds the evaluator's key and starts the agent in a child
-process (`spangrad.trainer.agent_host`) that holds the agent's key only. Grading
+process (`spangrad.trainer.rollouts.agent_host`) that holds the agent's key only. Grading
 happens here, after the rollout has ended.
 
 * A rollout is finished only after its spans are durable in the store.
@@ -25,8 +25,8 @@ from spangrad.errors import EngineError, LeaseLostError
 from spangrad.store import open_store
 from spangrad.store.base import Store
 from spangrad.store.records import Reward, Rollout, RolloutStatus
-from spangrad.trainer.agent_process import AgentProcess, WorkerConfig
 from spangrad.trainer.plugins import load_callable
+from spangrad.trainer.rollouts.agent_process import AgentProcess, WorkerConfig
 
 logger = logging.getLogger(__name__)
 

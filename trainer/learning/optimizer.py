@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spangrad.trainer.learner_config import LearnerConfig
+from spangrad.trainer.learning.learner_config import LearnerConfig
 
 
 def make_optimizer(model: torch.nn.Module, config: LearnerConfig) -> torch.optim.AdamW:

@@ -28,9 +28,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from spangrad.errors import ConfigError, PolicyError
-from spangrad.trainer.checkpoint import fsync_path
-from spangrad.trainer.losses import token_entropy
-from spangrad.trainer.packing import Batch
+from spangrad.trainer.learning.checkpoint import fsync_path
+from spangrad.trainer.learning.losses import token_entropy
+from spangrad.trainer.learning.packing import Batch
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 

@@ -1,7 +1,7 @@
 """What cloning alone reaches when it goes on for longer: the curve beside the demo's.
 
 One long cloning run from the same recorded expert, evaluated at several lengths through
-the same engine, gateway and agent as the demo. `python -m spangrad.trainer.cloning_curve`.
+the same engine, gateway and agent as the demo. `python -m spangrad.trainer.policies.cloning_curve`.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from spangrad.store import open_store
 from spangrad.trainer.cluster import call, start_learner, start_ray
 from spangrad.trainer.demo import Clock, DemoOptions, prepare
 from spangrad.trainer.evaluation import evaluate
-from spangrad.trainer.publish import publish
-from spangrad.trainer.warm_start import record_expert, start_policy
+from spangrad.trainer.policies.warm_start import record_expert, start_policy
+from spangrad.trainer.serving.publish import publish
 
 LENGTHS = (0.5, 1.0, 2.0, 3.0)
 """Lengths that are evaluated, in units of the demo's own cloning."""
@@ -66,7 +66,11 @@ def cloning_curve(options: DemoOptions, *, console: Console) -> dict[str, Any]:
             points.append(_measure(prepared, store, learner, version, steps, clock))
             console.print(points[-1])
         store.close()
-    return {"command": "python -m spangrad.trainer.cloning_curve", "seed": options.seed, "points": points}
+    return {
+        "command": "python -m spangrad.trainer.policies.cloning_curve",
+        "seed": options.seed,
+        "points": points,
+    }
 
 
 def _measure(
@@ -91,7 +95,7 @@ def _measure(
 
 
 def main() -> None:
-    """Entry point of `python -m spangrad.trainer.cloning_curve`."""
+    """Entry point of `python -m spangrad.trainer.policies.cloning_curve`."""
     parser = argparse.ArgumentParser(description="What cloning alone reaches when it goes on for longer.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--example", default=None)

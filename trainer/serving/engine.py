@@ -28,8 +28,8 @@ import httpx
 
 from spangrad.errors import ConfigError, EngineError
 from spangrad.trainer.processes import QUIET_ENV, die_with_parent, require_free_port
-from spangrad.trainer.vllm_plugin import BACKEND
-from spangrad.trainer.weight_files import check_model_folder
+from spangrad.trainer.serving.vllm_plugin import BACKEND
+from spangrad.trainer.serving.weight_files import check_model_folder
 
 _ERROR = re.compile(r"(?:[\w.]+(?:Error|Exception|Exit)\b|[\w.]+: error: )")
 _LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\)\s*)?([A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\]\s*)?")

@@ -26,7 +26,7 @@ import httpx
 import numpy as np
 
 from spangrad.errors import PublishError
-from spangrad.trainer.vllm_plugin import REFUSAL
+from spangrad.trainer.serving.vllm_plugin import REFUSAL
 
 PauseMode = Literal["keep", "wait", "abort"]
 

@@ -19,10 +19,10 @@ import ray
 from spangrad.errors import RolloutError
 from spangrad.store.base import Store
 from spangrad.store.records import Rollout, RolloutStatus
-from spangrad.trainer.agent_process import WorkerConfig
 from spangrad.trainer.cluster import wait_for
 from spangrad.trainer.config import TrainConfig
-from spangrad.trainer.rollouts import RolloutWorker, WorkerReport
+from spangrad.trainer.rollouts.agent_process import WorkerConfig
+from spangrad.trainer.rollouts.worker import RolloutWorker, WorkerReport
 
 ENDED = (RolloutStatus.SUCCEEDED, RolloutStatus.FAILED)
 

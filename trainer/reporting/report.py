@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from spangrad.errors import MissingExtraError
-from spangrad.trainer.charts import (
+from spangrad.trainer.reporting.charts import (
     Chart,
     Metrics,
     health_charts,
@@ -27,8 +27,8 @@ from spangrad.trainer.charts import (
     success_bars,
     update_numbers,
 )
-from spangrad.trainer.live_table import LiveTable
-from spangrad.trainer.report_page import CHART_SCRIPT, PAGE
+from spangrad.trainer.reporting.live_table import LiveTable
+from spangrad.trainer.reporting.report_page import CHART_SCRIPT, PAGE
 
 __all__ = ["EvalResult", "Example", "LiveTable", "RunReport", "SuccessRate", "write_report"]
 

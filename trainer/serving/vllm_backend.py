@@ -31,8 +31,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from spangrad.errors import PolicyError
 from spangrad.trainer.processes import die_with_parent
-from spangrad.trainer.vllm_plugin import REFUSAL
-from spangrad.trainer.weight_files import Shapes, folder_shapes, misfit, read_shapes
+from spangrad.trainer.serving.vllm_plugin import REFUSAL
+from spangrad.trainer.serving.weight_files import Shapes, folder_shapes, misfit, read_shapes
 
 logger = init_logger("vllm.spangrad")
 

@@ -116,7 +116,7 @@ def _scope(rollout: dict[str, Any]) -> Any:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of `python -m spangrad.trainer.agent_host`."""
+    """Entry point of `python -m spangrad.trainer.rollouts.agent_host`."""
     parser = argparse.ArgumentParser(description="Run an agent for a rollout worker.")
     parser.add_argument("--function", required=True)
     parser.add_argument("--base-dir", default=".")

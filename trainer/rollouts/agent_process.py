@@ -1,6 +1,6 @@
 """The agent's process, seen from the worker that starts it.
 
-Knows the protocol of `spangrad.trainer.agent_host` and what belongs in that process's
+Knows the protocol of `spangrad.trainer.rollouts.agent_host` and what belongs in that process's
 environment: the agent's key, never another. Knows no queue and no rewards.
 """
 
@@ -80,7 +80,7 @@ class AgentProcess:
                 [
                     sys.executable,
                     "-m",
-                    "spangrad.trainer.agent_host",
+                    "spangrad.trainer.rollouts.agent_host",
                     *("--function", config.function),
                     *("--base-dir", config.base_dir),
                     *("--concurrency", str(config.concurrency)),

@@ -28,10 +28,10 @@ from transformers import PreTrainedModel
 
 from spangrad.credit.transition import Transition
 from spangrad.errors import PolicyError
-from spangrad.trainer import losses
-from spangrad.trainer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from spangrad.trainer.learner_config import LearnerConfig, scheduled_lr
-from spangrad.trainer.model import (
+from spangrad.trainer.learning import losses
+from spangrad.trainer.learning.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from spangrad.trainer.learning.learner_config import LearnerConfig, scheduled_lr
+from spangrad.trainer.learning.model import (
     TargetStats,
     head_is_separable,
     load_model,
@@ -43,9 +43,9 @@ from spangrad.trainer.model import (
     vocabulary_size,
     weight_tensors,
 )
-from spangrad.trainer.monitors import Totals
-from spangrad.trainer.optimizer import load_optimizer, make_optimizer, optimizer_tensors
-from spangrad.trainer.packing import (
+from spangrad.trainer.learning.monitors import Totals
+from spangrad.trainer.learning.optimizer import load_optimizer, make_optimizer, optimizer_tensors
+from spangrad.trainer.learning.packing import (
     Batch,
     Selection,
     bucketed_batches,

@@ -29,10 +29,12 @@ from spangrad.store.records import Rollout
 from spangrad.trainer.cluster import call
 from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.evaluation import values_of
+from spangrad.trainer.learning import learner, rendering
+from spangrad.trainer.learning.rendering import with_rendered_ids
 from spangrad.trainer.plugins import load_callable, load_tasks
-from spangrad.trainer.policy import conversation_of, make_policy
-from spangrad.trainer.rendering import with_rendered_ids
-from spangrad.trainer.scheduling import Keys, run_rollouts, worker_config
+from spangrad.trainer.policies import policy
+from spangrad.trainer.policies.policy import conversation_of, make_policy
+from spangrad.trainer.rollouts.scheduling import Keys, run_rollouts, worker_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +91,9 @@ def cache_name(config: WarmStartConfig, train: TrainConfig, seed: int) -> str:
         json.dumps([asdict(config), seed, train.agent.tasks, train.agent.function], default=str).encode()
     )
     digest.update(importlib.metadata.version("torch").encode())
-    for file in sorted(Path(train.base_dir).glob("*.py")) + sorted(Path(__file__).parent.glob("*.py")):
-        if file.parent == Path(train.base_dir) or file.name in (
-            "policy.py",
-            "learner.py",
-            "warm_start.py",
-            "rendering.py",
-        ):
-            digest.update(file.name.encode() + file.read_bytes())
+    own = [Path(module.__file__ or "") for module in (learner, policy, rendering)]
+    for file in [*sorted(Path(train.base_dir).glob("*.py")), Path(__file__), *own]:
+        digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
 

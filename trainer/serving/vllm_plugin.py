@@ -18,5 +18,5 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "spangrad.trainer.vllm_backend", "FileWeightTransferEngine"
+            BACKEND, "spangrad.trainer.serving.vllm_backend", "FileWeightTransferEngine"
         )

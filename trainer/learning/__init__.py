@@ -1,0 +1,1 @@
+"""Rows in, better weights out: losses, packing, the learner and its checkpoints."""

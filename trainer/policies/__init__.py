@@ -1,0 +1,1 @@
+"""Small policies from nothing, cloned from a scripted expert."""

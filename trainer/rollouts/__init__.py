@@ -1,0 +1,1 @@
+"""Get rollouts done: scheduling, the worker, the agent in its own process."""

@@ -1,0 +1,1 @@
+"""A vLLM server, new weights into it, and proof that it serves them."""
