@@ -31,7 +31,7 @@ class Ground:
 
     def config(self, run_id: str, **changes: object) -> Path:
         """Write the TOML file of a run."""
-        values = {"updates": 3, "reward": "reward", "max_attempts": 3, "refills": 1, **changes}
+        values = {"updates": 3, "reward": "reward", "max_attempts": 3, "refills": 3, **changes}
         file = self.folder / f"{run_id}.toml"
         file.write_text(
             textwrap.dedent(f"""
