@@ -21,7 +21,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from spangrad.credit.assign import CreditConfig
 from spangrad.errors import ConfigError
@@ -122,8 +122,9 @@ class RolloutConfig:
     """Rollouts of each task; 2 or more for group estimators."""
     temperature: float = 1.0
     """Sampling temperature for training rollouts; more than 0."""
-    max_staleness: int = 0
-    """Updates that a trained token may be older than the learner."""
+    aggregation: Literal["rollout-token-mean", "token-mean"] = "token-mean"
+    """`token-mean`: every trained token counts the same, so that what all members of a group share cancels
+    out. `rollout-token-mean`: every rollout counts the same, which favours the tokens of short ones."""
     refills: int = 3
     """New sets of tasks tried when a whole batch says nothing (all rewards of every group equal)."""
     reward_authors: tuple[str, ...] = ("evaluator", "operator")

@@ -149,6 +149,7 @@ class Run:
                 min_grade="exact",
                 authors=config.reward_authors,
                 policy_version=self.policy_version,
+                aggregation=config.aggregation,
             )
             credit_s += time.monotonic() - credit_started
             if any(np.any(row.advantages[row.action_mask] != 0) for row in batch.rows):

@@ -30,7 +30,7 @@ from spangrad.credit.transition import Transition
 from spangrad.errors import PolicyError
 from spangrad.trainer.learning import losses
 from spangrad.trainer.learning.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from spangrad.trainer.learning.learner_config import LearnerConfig, scheduled_lr
+from spangrad.trainer.learning.learner_config import LearnerConfig, scheduled_lr, update_lr
 from spangrad.trainer.learning.model import (
     TargetStats,
     head_is_separable,
@@ -54,6 +54,7 @@ from spangrad.trainer.learning.packing import (
     pack,
     select_rows,
     trimmed_length,
+    whole_groups,
 )
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -106,13 +107,14 @@ class Learner:
         selection = self._select(rows, objective=config.objective)
         totals = Totals()
         seconds = {"forward_backward": 0.0, "reference": 0.0, "optimizer": 0.0}
-        lr = config.lr * min(1.0, (self.updates + 1) / max(1, config.warmup_updates))
-        parts = min(config.minibatches_per_update, len(selection.rows))
+        lr = update_lr(config, self.updates)
+        groups = whole_groups(selection.rows)
+        parts = min(config.minibatches_per_update, len(groups))
         is_first = True
         for epoch in range(config.epochs_per_update):
             rng = np.random.default_rng((config.seed, self.updates, epoch))
-            for indices in np.array_split(rng.permutation(len(selection.rows)), parts):
-                step_rows = [selection.rows[i] for i in indices]
+            for indices in np.array_split(rng.permutation(len(groups)), parts):
+                step_rows = [row for i in indices for row in groups[i]]
                 self._accumulate(step_rows, parts, policy_version, is_first, totals, seconds)
                 began = time.perf_counter()
                 totals.add_mean("grad/norm", self._step(lr), 1)
@@ -151,7 +153,7 @@ class Learner:
         engine-to-learner gap and the distance to the start are read off it for free.
         """
         config = self.config
-        # Rows are in random order: the first ones are a fair sample.
+        # Groups are in random order: the first rows are a fair sample.
         compared = len(rows) if config.kl_coef > 0 else config.kl_monitor_rows if is_first else 0
         batches = itertools.chain(
             ((batch, self._reference) for batch in self._pack(rows[:compared])),

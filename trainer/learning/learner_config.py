@@ -33,6 +33,8 @@ class LearnerConfig:
     """Gradients are scaled down to this norm; above 0."""
     warmup_updates: int = 0
     """The learning rate rises linearly over this many calls of `update`; 0 or more."""
+    decay_updates: int = 0
+    """The learning rate falls linearly to a tenth over this many calls of `update`; 0: it does not fall."""
     objective: str = "ppo"
     """Loss of `update`: `ppo` or `bc`."""
     clip_low: float = 0.2
@@ -70,6 +72,7 @@ class LearnerConfig:
             "weight_decay": self.weight_decay >= 0,
             "max_grad_norm": self.max_grad_norm > 0,
             "warmup_updates": self.warmup_updates >= 0,
+            "decay_updates": self.decay_updates >= 0,
             "objective": self.objective in OBJECTIVES,
             "clip_low": 0 < self.clip_low < 1,
             "clip_high": self.clip_high > 0,
@@ -87,6 +90,13 @@ class LearnerConfig:
                 raise ConfigError(
                     f"learner.{name} is {getattr(self, name)!r}; see LearnerConfig.{name} for its range"
                 )
+
+
+def update_lr(config: LearnerConfig, updates: int) -> float:
+    """Learning rate of the call of `update` that follows `updates` earlier ones."""
+    rise = min(1.0, (updates + 1) / max(1, config.warmup_updates))
+    fall = max(0.1, 1.0 - 0.9 * updates / config.decay_updates) if config.decay_updates else 1.0
+    return config.lr * rise * fall
 
 
 def scheduled_lr(lr: float, step: int, steps: int, *, schedule: str, warmup_steps: int) -> float:

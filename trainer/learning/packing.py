@@ -199,6 +199,19 @@ def data_metrics(selection: Selection, *, policy_version: int | None) -> dict[st
     return {name: float(value) for name, value in metrics.items()}
 
 
+def whole_groups(rows: Sequence[Transition]) -> list[list[Transition]]:
+    """Rows by group, in order of first appearance; a row without a group goes with its rollout.
+
+    What a group is compared by sums to zero over the whole group only: an optimizer step that sees half
+    of one pushes the tokens that all its members share up or down for no reason.
+    """
+    groups: dict[tuple[str, str], list[Transition]] = {}
+    for row in rows:
+        key = ("rollout", row.rollout_id) if row.group_id is None else ("group", row.group_id)
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
 def trimmed_length(row: Transition) -> int:
     """Tokens of a row up to its last trained one; 0 if none is trained."""
     trained = np.flatnonzero(row.action_mask)
