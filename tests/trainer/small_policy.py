@@ -89,7 +89,7 @@ def make_row(
     return Transition(
         rollout_id=f"r{seed}",
         attempt=0,
-        group_id="g",
+        group_id=f"g{seed}",
         segments=(CallSegment(f"call{seed}", f"span{seed}", 0, 1, tokens),),
         token_ids=rng.integers(3, vocab, tokens).astype(np.int32),
         action_mask=mask,

@@ -16,13 +16,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from spangrad.credit.transition import Transition
+from spangrad.credit.transitions import weigh
 from spangrad.errors import ConfigError, EmptyBatchError, GradeError, PolicyError
 from spangrad.trainer.learning.checkpoint import latest
 from spangrad.trainer.learning.learner import Learner
 from spangrad.trainer.learning.learner_config import LearnerConfig, scheduled_lr
 from spangrad.trainer.learning.losses import bc_loss, ppo_clip_loss
 from spangrad.trainer.learning.model import target_stats
-from spangrad.trainer.learning.packing import pack
+from spangrad.trainer.learning.packing import pack, whole_groups
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +190,7 @@ def test_microbatch_size_changes_no_update(make_learner):
         {"kl_coef": 5.0},
         {"epochs_per_update": 2},
         {"minibatches_per_update": 3},
+        {"decay_updates": 2},
         {"dtype": "bfloat16"},
     ],
     ids=lambda settings: next(iter(settings)),
@@ -211,6 +213,34 @@ def test_an_update_takes_epochs_times_minibatches_optimizer_steps(make_learner):
     metrics = learner.update(rows_of(6))
     assert (learner.updates, learner.optimizer_steps) == (1, 6)
     assert metrics["data/rows"] == 6
+
+
+def test_the_learning_rate_falls_linearly_to_a_tenth(make_learner):
+    learner = make_learner(lr=1e-3, decay_updates=4)
+    rates = [learner.update(rows_of(3))["optimizer/lr"] for _ in range(6)]
+    # 1 - 0.9 * u / 4 for u = 0, 1, 2, 3, then a tenth
+    assert rates == pytest.approx([1e-3, 0.775e-3, 0.55e-3, 0.325e-3, 1e-4, 1e-4])
+
+
+def test_a_group_is_never_split_over_minibatches(make_learner):
+    rows = [replace(row, group_id="one") for row in rows_of(6)]
+    learner = make_learner(epochs_per_update=2, minibatches_per_update=3)
+    learner.update(rows)
+    assert learner.optimizer_steps == 2  # one group: one step a pass, however many minibatches are asked for
+    mixed = [replace(row, group_id=f"g{i % 2}") for i, row in enumerate(rows_of(6))]
+    assert [[row.group_id for row in group] for group in whole_groups(mixed)] == [["g0"] * 3, ["g1"] * 3]
+
+
+def test_what_all_members_of_a_group_share_does_not_move_under_token_mean():
+    """Shared tokens get the sum of their group's advantages times one weight: exactly 0."""
+    rows = [
+        replace(row, group_id="g", advantages=np.where(row.action_mask, advantage, 0.0))
+        for row, advantage in zip(rows_of(4), (1.5, -0.5, -0.5, -0.5), strict=True)
+    ]
+    alike = weigh(rows, "token-mean")
+    assert sum(row.advantages[row.action_mask][0] * row.loss_weight for row in alike) == pytest.approx(0.0)
+    by_rollout = weigh(rows, "rollout-token-mean")
+    assert abs(sum(row.advantages[row.action_mask][0] * row.loss_weight for row in by_rollout)) > 1e-3
 
 
 def test_warmup_counts_updates_not_optimizer_steps(make_learner):
