@@ -57,6 +57,7 @@ def credited_rows(
     aggregation: Aggregation = "rollout-token-mean",
     constant: float | None = None,
     policy_version: int | None = None,
+    max_staleness: int | None = None,
     render: Render | None = None,
 ) -> CreditedBatch:
     """Read the calls and rewards of rollouts and turn them into weighted, credited rows.
@@ -71,6 +72,8 @@ def credited_rows(
         aggregation: As in `weigh`.
         constant: As in `weigh`.
         policy_version: Current version, for the staleness of samples.
+        max_staleness: Refuse rollouts with a token that was sampled more updates before `policy_version`,
+            or after it. None: no limit.
         render: For `min_grade` text: gives text-grade calls their ids.
 
     Raises:
@@ -83,6 +86,12 @@ def credited_rows(
     for call in calls_of(store, ids) if ids else ():
         if call.rollout_id in by_rollout:
             by_rollout[call.rollout_id].append(call)
+    if policy_version is not None and max_staleness is not None:
+        ended = [
+            rollout
+            for rollout in ended
+            if not _is_stale(by_rollout[rollout.rollout_id], policy_version, max_staleness, refused)
+        ]
     given = store.rewards(ids) if ids and config is not None else []
     trajectories: list[Trajectory] = []
     for rollout in ended:
@@ -132,6 +141,20 @@ def samples_of(rows: Sequence[Transition], policy_version: int | None = None) ->
             )
         )
     return samples
+
+
+def _is_stale(
+    calls: Sequence[ModelCall], policy_version: int, max_staleness: int, refused: list[Refused]
+) -> bool:
+    versions = {v for call in calls for choice in call.choices for v in choice.policy_versions or ()}
+    wrong = [v for v in versions if not 0 <= policy_version - v <= max_staleness]
+    if wrong:
+        reason = (
+            f"sampled by version {min(wrong)}, the learner's is {policy_version};"
+            f" at most {max_staleness} updates of staleness are allowed"
+        )
+        refused += [Refused(call.rollout_id, call.call_id, reason) for call in calls]
+    return bool(wrong)
 
 
 def _sampled_tokens(call: ModelCall) -> int:

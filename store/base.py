@@ -50,10 +50,20 @@ class Store(Protocol):
         error_type: str | None = None,
         error: str | None = None,
         retry: bool = False,
+        free: bool = False,
     ) -> None:
-        """End an attempt; `retry` requeues while attempts are left.
+        """End an attempt; `retry` requeues while attempts are left, with `free` without using one up.
 
-        Raises LeaseLostError if the attempt is not the current one. The same again changes nothing.
+        `free` is for attempts that failed through no fault of their own. Raises LeaseLostError if the
+        attempt is not the current one. The same again changes nothing.
+        """
+        ...
+
+    def requeue(self, rollout_ids: Sequence[str]) -> int:
+        """Queue ended rollouts that no update consumed again, as the next attempt. Returns how many.
+
+        What belongs to earlier attempts stays and no longer counts. Consumed, queued and running
+        rollouts are left alone, and so are those known from spans only.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 Knows the hub's paths and how its errors become exceptions again; knows no DuckDB.
 Invariants: what may be repeated is tried again for a few seconds while no hub answers;
-a claim is repeated only if the hub can't have seen it.
+a claim or requeue is repeated only if the hub can't have seen it.
 """
 
 import time
@@ -94,10 +94,12 @@ class HubClient:
         error_type: str | None = None,
         error: str | None = None,
         retry: bool = False,
+        free: bool = False,
     ) -> None:
-        """End an attempt; `retry` requeues while attempts are left.
+        """End an attempt; `retry` requeues while attempts are left, with `free` without using one up.
 
-        Raises LeaseLostError if the attempt is not the current one. The same again changes nothing.
+        `free` is for attempts that failed through no fault of their own. Raises LeaseLostError if the
+        attempt is not the current one. The same again changes nothing.
         """
         arguments = {
             "rollout_id": rollout_id,
@@ -108,7 +110,18 @@ class HubClient:
             "error": error,
             "retry": retry,
         }
+        if free:
+            arguments["free"] = True
         self._call("finish", arguments)
+
+    def requeue(self, rollout_ids: Sequence[str]) -> int:
+        """Queue ended rollouts that no update consumed again, as the next attempt. Returns how many.
+
+        What belongs to earlier attempts stays and no longer counts. Consumed, queued and running
+        rollouts are left alone, and so are those known from spans only.
+        """
+        arguments = {"rollout_ids": list(rollout_ids)}
+        return int(self._call("requeue", arguments, is_repeatable=False))
 
     def put_rewards(self, rewards: Sequence[Reward]) -> int:
         """Store rewards; the author comes from the caller's key. Returns how many were stored."""

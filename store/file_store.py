@@ -136,10 +136,12 @@ class FileStore:
         error_type: str | None = None,
         error: str | None = None,
         retry: bool = False,
+        free: bool = False,
     ) -> None:
-        """End an attempt; `retry` requeues while attempts are left.
+        """End an attempt; `retry` requeues while attempts are left, with `free` without using one up.
 
-        Raises LeaseLostError if the attempt is not the current one. The same again changes nothing.
+        `free` is for attempts that failed through no fault of their own. Raises LeaseLostError if the
+        attempt is not the current one. The same again changes nothing.
         """
         with self._database.transaction() as con:
             queue.finish(
@@ -151,7 +153,17 @@ class FileStore:
                 error_type=error_type,
                 error=error,
                 retry=retry,
+                free=free,
             )
+
+    def requeue(self, rollout_ids: Sequence[str]) -> int:
+        """Queue ended rollouts that no update consumed again, as the next attempt. Returns how many.
+
+        What belongs to earlier attempts stays and no longer counts. Consumed, queued and running
+        rollouts are left alone, and so are those known from spans only.
+        """
+        with self._database.transaction() as con:
+            return queue.requeue(con, rollout_ids)
 
     def rollouts(
         self,

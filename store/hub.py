@@ -36,6 +36,7 @@ from spangrad.errors import (
     StoreFullError,
     StoreLockedError,
 )
+from spangrad.store.checking import check_arguments
 from spangrad.store.encoding import decode_json, encode_json
 from spangrad.store.file_store import FileStore
 from spangrad.store.keys import Keys, Role
@@ -204,10 +205,8 @@ def _decode(body: bytes, is_json: bool) -> tuple[list[Span], int]:
 
 
 def _read_spans(store: FileStore, arguments: dict[str, Any]) -> Iterator[Span]:
-    try:
-        yield from store.spans(arguments.get("rollout_ids"), trace_ids=arguments.get("trace_ids"))
-    except TypeError as error:
-        raise StoreError(f"spans: the arguments do not fit: {error}") from error
+    check_arguments("spans", FileStore.spans, arguments)
+    yield from store.spans(**arguments)
 
 
 async def _arguments(request: Request) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from spangrad.errors import StoreError
+from spangrad.store.checking import check_arguments
 from spangrad.store.file_store import FileStore
 from spangrad.store.keys import Role
 from spangrad.store.records import Policy, Reward, RewardAuthor, Rollout, Update
@@ -45,6 +46,10 @@ def _heartbeat(store: FileStore, arguments: Arguments, role: Role) -> list[str]:
 
 def _finish(store: FileStore, arguments: Arguments, role: Role) -> None:
     store.finish(**_with_status(arguments))
+
+
+def _requeue(store: FileStore, arguments: Arguments, role: Role) -> int:
+    return store.requeue(**arguments)
 
 
 def _put_rewards(store: FileStore, arguments: Arguments, role: Role) -> int:
@@ -109,6 +114,7 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     "put_policy": Operation(Role.TRAINER, _put_policy),
     "put_rewards": Operation(Role.EVALUATOR, _put_rewards),
     "query": Operation(Role.EVALUATOR, _query),
+    "requeue": Operation(Role.TRAINER, _requeue),
     "rewards": Operation(Role.EVALUATOR, _rewards),
     "rollouts": Operation(Role.EVALUATOR, _rollouts),
     "stats": Operation(Role.EVALUATOR, _stats),
@@ -120,7 +126,8 @@ def run_operation(store: FileStore, name: str, arguments: Any, role: Role) -> An
     """Run an operation that the role may use. Raises StoreError if the arguments do not fit."""
     if not isinstance(arguments, dict):
         raise StoreError(f"{name}: an object of arguments was expected, got {arguments!r:.80}")
+    check_arguments(name, getattr(FileStore, name), arguments)
     try:
         return OPERATIONS[name].run(store, arguments, role)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise StoreError(f"{name}: the arguments do not fit: {error}") from error

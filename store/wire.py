@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any, Final, TypeVar
 
 from spangrad.errors import StoreError
+from spangrad.store.checking import check_fields
 from spangrad.store.encoding import decode_json, encode_json
 from spangrad.store.otlp import decode_request, encode_request
 from spangrad.store.records import (
@@ -47,6 +48,7 @@ def record_from_wire(kind: type[Record], data: Any) -> Record:
     unknown = data.keys() - {field.name for field in fields(kind)}
     if unknown:
         raise StoreError(f"a {kind.__name__} has no field {sorted(unknown)[0]!r}; the sender may be newer")
+    check_fields(kind, data)
     converted = {
         name: value if value is None or name not in _CONVERT else _CONVERT[name](value)
         for name, value in data.items()

@@ -122,6 +122,8 @@ class RolloutConfig:
     """Rollouts of each task; 2 or more for group estimators."""
     temperature: float = 1.0
     """Sampling temperature for training rollouts; more than 0."""
+    max_staleness: int = 0
+    """Updates that a trained token may be older than the learner; a rollout with an older one is refused."""
     aggregation: Literal["rollout-token-mean", "token-mean"] = "token-mean"
     """`token-mean`: every trained token counts the same, so that what all members of a group share cancels
     out. `rollout-token-mean`: every rollout counts the same, which favours the tokens of short ones."""

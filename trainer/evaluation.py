@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spangrad.store.base import Store
-from spangrad.store.records import Reward, Rollout
+from spangrad.store.records import Rollout, RolloutStatus
 from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.learning.monitors import wilson_interval
 from spangrad.trainer.plugins import load_tasks
@@ -40,6 +40,7 @@ def evaluate(
     policy_version: int,
     temperature: float = 0.0,
     tasks: int | None = None,
+    before_round: Callable[[], None] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Run the agent once on each held-out task.
@@ -52,6 +53,7 @@ def evaluate(
         policy_version: Version that is served now.
         temperature: Sampling temperature; 0 is greedy.
         tasks: How many held-out tasks; None: `eval.tasks`.
+        before_round: Makes sure that the engine serves `policy_version`.
         on_progress: Called with (ended, all).
     """
     count = config.eval.tasks if tasks is None else tasks
@@ -68,10 +70,22 @@ def evaluate(
         for index, task in enumerate(chosen)
     ]
     worker = worker_config(
-        config, keys, split=f"eval-{label}", temperature=temperature, policy_version=policy_version
+        config,
+        keys,
+        split=f"eval-{label}",
+        temperature=temperature,
+        policy_version=policy_version,
+        check_version=before_round is not None,
     )
-    run_rollouts(store, rollouts, worker, workers=config.agent.workers, on_progress=on_progress)
-    values = values_of(store.rewards([r.rollout_id for r in rollouts]), config.rollout.reward_authors)
+    ended, _ = run_rollouts(
+        store,
+        rollouts,
+        worker,
+        workers=config.agent.workers,
+        before_round=before_round,
+        on_progress=on_progress,
+    )
+    values = values_of(store, ended, config.rollout.reward_authors)
     successes = sum(values.get(r.rollout_id, 0.0) >= config.eval.success_at for r in rollouts)
     low, high = wilson_interval(successes, len(rollouts))
     return Evaluation(
@@ -85,10 +99,14 @@ def evaluate(
     )
 
 
-def values_of(rewards: Sequence[Reward], authors: Sequence[str]) -> dict[str, float]:
-    """Reward per rollout, from these authors; rollouts without one are absent."""
+def values_of(store: Store, rollouts: Sequence[Rollout], authors: Sequence[str]) -> dict[str, float]:
+    """Reward of the current attempt of each rollout that succeeded; those without one are absent."""
+    attempts = {r.rollout_id: r.attempt for r in rollouts if r.status is RolloutStatus.SUCCEEDED}
     return {
         reward.rollout_id: reward.value
-        for reward in rewards
-        if reward.call_id is None and reward.author is not None and reward.author.value in authors
+        for reward in store.rewards(list(attempts))
+        if reward.call_id is None
+        and reward.author is not None
+        and reward.author.value in authors
+        and reward.attempt in (None, attempts[reward.rollout_id])
     }

@@ -16,7 +16,6 @@ the checkpoint's list is committed; after a crash before (3) the weights are pub
 """
 
 import dataclasses
-import json
 import logging
 import random
 import time
@@ -29,17 +28,20 @@ import numpy as np
 from spangrad.adapters.calls import record_calls
 from spangrad.credit.pipeline import CreditedBatch, credited_rows
 from spangrad.credit.transition import Transition
-from spangrad.errors import EmptyBatchError, StoreError
+from spangrad.errors import ConfigError, EmptyBatchError, StoreError
 from spangrad.store import open_store
 from spangrad.store.base import Store
-from spangrad.store.records import Policy, Rollout, Update, UpdateSample
+from spangrad.store.records import Policy, Rollout, Update
 from spangrad.trainer.cluster import call, start_learner, start_ray
-from spangrad.trainer.config import TrainConfig, resolve, to_dict
+from spangrad.trainer.config import TrainConfig, resolve
 from spangrad.trainer.evaluation import Evaluation, evaluate
 from spangrad.trainer.learning import checkpoint
-from spangrad.trainer.plugins import load_tasks
+from spangrad.trainer.plugins import load_callable, load_tasks
+from spangrad.trainer.resuming import claim_folder, load_keys, repair, update_from_json
 from spangrad.trainer.rollouts.scheduling import Keys, run_rollouts, update_rollouts, worker_config
+from spangrad.trainer.rollouts.worker import WorkerReport
 from spangrad.trainer.serving.publish import prove, publish, served_version
+from spangrad.trainer.serving.weight_files import check_model_folder
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,14 @@ class Run:
     """One training run: its learner, its store, its place in the loop."""
 
     def __init__(self, config: TrainConfig, keys: Keys | None = None) -> None:
-        """Check what can be checked before anything is started."""
+        """Check what can be checked before anything is started.
+
+        Raises:
+            ConfigError: Agent, tasks or reward can't be loaded, or the run was begun with other ones.
+            PolicyError: The model folder can't be loaded.
+            HubUnreachableError: No hub answers.
+            EngineError: No engine answers.
+        """
         self.config = config
         self.keys = keys or load_keys(config)
         self.update_index = 0
@@ -70,35 +79,40 @@ class Run:
         self.folder = config.folder
         self.checkpoints = self.folder / "checkpoints"
         self.weights = self.folder / "weights.safetensors"
+        model = config.learner.model_path or config.serving.model
+        if not model:
+            raise ConfigError("serving.model is empty; name the folder of the model that the run starts from")
+        self._model = resolve(model, config.base_dir)
+        check_model_folder(self._model)
+        self._reward = load_callable(config.agent.reward, config.base_dir)
+        load_tasks(config.agent.tasks, "train", 1, seed=0, base_dir=config.base_dir)
         self.store: Store = open_store(config.hub.url, self.keys.trainer)
-        self._probe_rows: list[Transition] = []
+        self.store.last_update(config.run.id)
+        served_version(config.serving.engine_url)
+        self._probe_rows = [_probe()]
 
     def __enter__(self) -> "Run":
         """Start Ray and the learner, and continue where the last process ended."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.json").write_text(json.dumps(to_dict(self.config), indent=2, default=str))
+        self._lock = claim_folder(self.folder, self.config)
         start_ray()
-        model = self.config.learner.model_path or self.config.serving.model
         self.learner = start_learner(
-            dataclasses.replace(
-                self.config.learner,
-                model_path=str(resolve(model, self.config.base_dir)),
-                seed=self.config.run.seed,
-            )
+            dataclasses.replace(self.config.learner, model_path=str(self._model), seed=self.config.run.seed)
         )
         self._resume()
+        repair(self.store, self.config, self.keys, self._reward)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let go of the store; Ray ends with the process."""
+        """Let go of the store and the folder; Ray ends with the process."""
         self.store.close()
+        self._lock.close()
 
     def _resume(self) -> None:
         """Load the newest checkpoint, commit what it recorded, publish what should be served."""
         newest = checkpoint.latest(self.checkpoints)
         committed = self.store.last_update(self.config.run.id)
         if newest is not None:
-            update = _update_from_json(call(self.learner.load, str(newest))["update"])
+            update = update_from_json(call(self.learner.load, str(newest))["update"])
             self.update_index = update.update_index + 1
             self.policy_version = update.policy_version
             self.store.commit_update(update)
@@ -108,9 +122,10 @@ class Run:
                 f" checkpoint in {str(self.checkpoints)!r} is before it;"
                 " bring the checkpoints back or choose another run.id"
             )
-        self._ensure_served()
+        # A number alone does not say whose weights they are: another run may have published to this engine.
+        self._publish_weights()
 
-    def _ensure_served(self) -> None:
+    def ensure_served(self) -> None:
         """Publish the learner's weights if the engine serves anything else (also after it was restarted)."""
         if served_version(self.config.serving.engine_url) != self.policy_version:
             self._publish_weights()
@@ -118,8 +133,9 @@ class Run:
     def collect(self) -> tuple[CreditedBatch, list[Rollout], Metrics]:
         """Rollouts of the next update, credited; refilled while no group says anything."""
         config = self.config.rollout
-        self._ensure_served()
+        self.ensure_served()
         seen: list[Rollout] = []
+        reports: list[WorkerReport] = []
         started = time.monotonic()
         credit_s = 0.0
         for refill in range(config.refills + 1):
@@ -130,15 +146,18 @@ class Run:
                 split="train",
                 temperature=config.temperature,
                 policy_version=self.policy_version,
+                check_version=True,
             )
-            ended, reports = run_rollouts(
+            ended, new_reports = run_rollouts(
                 self.store,
                 update_rollouts(self.config, self.update_index, refill, tasks),
                 worker,
                 workers=self.config.agent.workers,
+                before_round=self.ensure_served,
             )
             seen += ended
-            for report in reports:
+            reports += new_reports
+            for report in new_reports:
                 if report.first_error is not None:
                     logger.warning("update %d: %s", self.update_index, report.first_error)
             credit_started = time.monotonic()
@@ -149,6 +168,7 @@ class Run:
                 min_grade="exact",
                 authors=config.reward_authors,
                 policy_version=self.policy_version,
+                max_staleness=config.max_staleness,
                 aggregation=config.aggregation,
             )
             credit_s += time.monotonic() - credit_started
@@ -190,7 +210,7 @@ class Run:
         self.store.commit_update(update)
         self.update_index += 1
         self.policy_version += 1
-        self._probe_rows = list(batch.rows[:4])
+        self._probe_rows = list(batch.rows[:4]) or [_probe()]
         return metrics
 
     def publish(self) -> Metrics:
@@ -202,7 +222,13 @@ class Run:
     def _publish_weights(self) -> Metrics:
         serving = self.config.serving
         call(self.learner.export_weights, str(self.weights))
-        publish(serving.engine_url, self.weights, self.policy_version, gateway_url=serving.gateway_url)
+        publish(
+            serving.engine_url,
+            self.weights,
+            self.policy_version,
+            gateway_url=serving.gateway_url,
+            gateway_key=self.keys.agent,
+        )
         self.store.put_policy(
             Policy(
                 run_id=self.config.run.id,
@@ -212,8 +238,6 @@ class Run:
                 parent_version=self.policy_version - 1 if self.policy_version else None,
             )
         )
-        if not self._probe_rows:
-            return {}
         proof = prove(
             serving.engine_url,
             [row.token_ids.tolist() for row in self._probe_rows],
@@ -237,7 +261,8 @@ class Run:
             f"update {self.update_index}: nothing to learn from {len(rollouts)} rollouts:"
             f" {trainable} trainable tokens, {int(batch.diagnostics.get('groups/informative', 0))} of"
             f" {int(batch.diagnostics.get('groups/all', 0))} groups with different rewards,"
-            f" {len(batch.refused)} calls refused{first}{broken}; the rollouts stay in the store unconsumed"
+            f" {len(batch.refused)} calls refused{first}{broken}; the rollouts stay in the store unconsumed;"
+            " after a change of agent or reward the same command tries them again"
         )
 
 
@@ -281,6 +306,7 @@ def _evaluate_between(run: Run, report: TrainReport) -> Metrics:
         label="between",
         policy_version=run.policy_version,
         tasks=run.config.eval.tasks_between,
+        before_round=run.ensure_served,
     )
     report.evaluations.append(found)
     return {"eval/success_greedy": found.success, "time/eval_s": time.monotonic() - started}
@@ -300,14 +326,23 @@ def batch_metrics(batch: CreditedBatch) -> Metrics:
     return metrics
 
 
-def load_keys(config: TrainConfig) -> Keys:
-    """Keys of the hub that the config names; none on a hub without keys."""
-    if config.hub.keys is None:
-        return Keys()
-    from spangrad.store.keys import Keys as HubKeys
-
-    loaded = HubKeys.load(resolve(config.hub.keys, config.base_dir))
-    return Keys(agent=loaded.agent, evaluator=loaded.evaluator, trainer=loaded.trainer)
+def _probe() -> Transition:
+    """Token ids that every tokenizer has, to compare engine and learner with before there is any rollout."""
+    ids = np.random.default_rng(0).integers(3, 256, 64).astype(np.int32)
+    nothing = np.zeros(len(ids), dtype=np.bool_)
+    return Transition(
+        rollout_id="probe",
+        attempt=0,
+        group_id=None,
+        segments=(),
+        token_ids=ids,
+        action_mask=nothing,
+        behavior_logprobs=np.full(len(ids), np.nan, dtype=np.float32),
+        policy_versions=np.full(len(ids), -1, dtype=np.int32),
+        advantages=np.zeros(len(ids)),
+        loss_weight=0.0,
+        grade="exact",
+    )
 
 
 def _whole(row: Transition) -> Transition:
@@ -315,7 +350,3 @@ def _whole(row: Transition) -> Transition:
     mask = np.ones(len(row.token_ids), dtype=np.bool_)
     mask[0] = False
     return dataclasses.replace(row, action_mask=mask, temperature=1.0)
-
-
-def _update_from_json(raw: dict[str, Any]) -> Update:
-    return Update(**{**raw, "samples": [UpdateSample(**sample) for sample in raw["samples"]]})

@@ -158,7 +158,8 @@ def up(config: UpConfig, *, say: Callable[[str], None] = print) -> None:
         if config.engine_url is None and config.model is not None:
             say("engine   starting, about 20 s ...")
             stack.start_engine()
-        say(f"engine   {stack.engine_url}")
+        if config.engine_url is not None or config.model is not None:
+            say(f"engine   {stack.engine_url}")
         stack.start_gateway()
         say(f"gateway  {stack.gateway_url}/v1")
         say("         OPENAI_BASE_URL of your agent; OPENAI_API_KEY is the agent's key from the file of keys")

@@ -9,6 +9,7 @@ Knows connections; knows no table. Invariants:
 """
 
 import errno
+import fcntl
 import os
 import re
 import threading
@@ -47,6 +48,8 @@ class Database:
         _check_path(self.path, read_only)
         _register(self.path)
         try:
+            if not read_only:
+                _remove_empty(self.path)
             self._con = _connect(self.path, read_only)
         except BaseException:
             _unregister(self.path)
@@ -177,6 +180,25 @@ def _check_path(path: Path, read_only: bool) -> None:
         raise StoreError(f"there is no store at {str(path)!r}; check the path")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise store_error(error, path) from error
+
+
+def _remove_empty(path: Path) -> None:
+    """Remove a file without a byte, which a full disk leaves and DuckDB can't open.
+
+    DuckDB's own lock tells whether another process is just about to fill it.
+    """
+    file = path.resolve()
+    if not file.is_file() or file.stat().st_size or path.with_name(path.name + ".wal").exists():
+        return
+    try:
+        with file.open("r+b") as opened:
+            fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(opened.fileno()).st_size == 0:
+                file.unlink()
+    except BlockingIOError:
+        return  # connecting names the holder
     except OSError as error:
         raise store_error(error, path) from error
 

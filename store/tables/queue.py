@@ -1,4 +1,4 @@
-"""The rollout queue: enqueue, claim with a lease, heartbeat, finish.
+"""The rollout queue: enqueue, claim with a lease, heartbeat, finish, requeue.
 
 Knows the tables `rollouts` and `tasks`. Invariants:
 
@@ -171,8 +171,11 @@ def finish(
     error_type: str | None,
     error: str | None,
     retry: bool,
+    free: bool,
 ) -> None:
     """End an attempt. The same again is accepted and changes nothing."""
+    if free and not retry:
+        raise StoreError(f"rollout {rollout_id!r} can't finish with free and without retry; give both")
     if status not in _ENDED:
         raise StoreError(f"rollout {rollout_id!r} can't finish as {str(status)!r}; give succeeded or failed")
     found = select_dicts(
@@ -183,8 +186,8 @@ def finish(
     if not found:
         raise StoreError(f"there is no rollout {rollout_id!r}; enqueue it first")
     row = found[0]
-    requeue = retry and attempt + 1 < row["max_attempts"]
-    if requeue:
+    is_requeued = retry and (free or attempt + 1 < row["max_attempts"])
+    if is_requeued:
         target = {"status": "queued", "attempt": attempt + 1, "output": None}
     else:
         ended = RolloutStatus.FAILED if retry else status
@@ -198,12 +201,36 @@ def finish(
             f"rollout {rollout_id!r}: attempt {attempt} was to be finished, but attempt {row['attempt']} is "
             f"{row['status']}; drop this result, somebody else has the rollout"
         )
-    target["ended_ns"] = None if requeue else time.time_ns()
+    target["ended_ns"] = None if is_requeued else time.time_ns()
+    target["max_attempts"] = row["max_attempts"] + int(free)
     assignments = ", ".join(f"{name} = ?" for name in target)
     con.execute(
         f"UPDATE rollouts SET lease_until_ns = NULL, {assignments} WHERE rollout_id = ?",
         [*target.values(), rollout_id],
     )
+
+
+def requeue(con: duckdb.DuckDBPyConnection, rollout_ids: Sequence[str]) -> int:
+    """Queue ended, unconsumed rollouts again as the next attempt, and free. Returns how many."""
+    found = con.execute(
+        "SELECT rollout_id FROM rollouts WHERE rollout_id IN (SELECT unnest(?::VARCHAR[])) "
+        "AND status IN ('failed', 'succeeded') AND consumed_by IS NULL AND NOT is_recorded",
+        [list(rollout_ids)],
+    ).fetchall()
+    ids = [rollout_id for (rollout_id,) in found]
+    if not ids:
+        return 0
+    con.execute(  # a reward without an attempt would count for the next one too
+        "UPDATE rewards SET attempt = r.attempt FROM rollouts r WHERE rewards.rollout_id = r.rollout_id "
+        "AND rewards.attempt IS NULL AND r.rollout_id IN (SELECT unnest(?))",
+        [ids],
+    )
+    con.execute(
+        "UPDATE rollouts SET status = 'queued', attempt = attempt + 1, max_attempts = max_attempts + 1, "
+        "lease_until_ns = NULL, ended_ns = NULL, output = NULL WHERE rollout_id IN (SELECT unnest(?))",
+        [ids],
+    )
+    return len(ids)
 
 
 def record_rollouts(con: duckdb.DuckDBPyConnection, spans: Sequence[tuple[Span, Owner]]) -> None:

@@ -97,6 +97,49 @@ def test_paths_that_hold_no_store_are_refused_in_one_sentence(tmp_path: Path) ->
         FileStore(tmp_path / "foreign.duckdb", read_only=True)
 
 
+def test_a_file_without_a_byte_becomes_a_store(tmp_path: Path) -> None:
+    empty, link, logged = tmp_path / "s.duckdb", tmp_path / "link.duckdb", tmp_path / "logged.duckdb"
+    empty.touch()
+    link.symlink_to(empty)
+    with pytest.raises(StoreError):
+        FileStore(empty, read_only=True)
+    assert empty.stat().st_size == 0
+    with FileStore(link) as store:
+        store.put_otlp(request(conversation(new_trace(), "r", 2)))
+    assert link.is_symlink()
+    with FileStore(empty, read_only=True) as store:
+        assert store.stats()["spans"] == 2
+    logged.touch()
+    logged.with_name("logged.duckdb.wal").write_bytes(b"somebody's data")
+    with pytest.raises(StoreError):
+        FileStore(logged)
+    assert logged.with_name("logged.duckdb.wal").read_bytes() == b"somebody's data"
+
+
+LOCKS_AN_EMPTY_FILE = """
+import fcntl, sys
+file = open(sys.argv[1], "wb")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_an_empty_file_that_another_process_is_about_to_fill_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "s.duckdb"
+    with subprocess.Popen(
+        [sys.executable, "-c", LOCKS_AN_EMPTY_FILE, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdout and holder.stdout.readline() == "locked\n"
+        inode = path.stat().st_ino
+        with pytest.raises(StoreLockedError, match=str(holder.pid)):
+            FileStore(path)
+        assert path.stat().st_ino == inode
+
+
 LEAVES_A_LOG = """
 import os, sys
 from spangrad.store.file_store import FileStore

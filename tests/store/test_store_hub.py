@@ -102,6 +102,11 @@ def test_a_hub_and_a_file_answer_alike(hub: HubProcess, tmp_path: Path) -> None:
             seen.append(
                 store.query("SELECT name, 1.5::DECIMAL(3, 1) AS d FROM spans WHERE name = $n", {"n": "work"})
             )
+            store.claim(worker="w", run_id="alike")
+            store.finish("alike-3", 0, error_type="E", retry=True, free=True)
+            seen.append(store.requeue(["alike-0", "alike-1", "alike-3", "none"]))
+            left = store.rollouts(rollout_ids=["alike-1", "alike-3"])
+            seen.append([(r.status, r.attempt, r.max_attempts) for r in left])
             for refused in (
                 lambda: store.finish("alike-1", 0, output=1),  # noqa: B023
                 lambda: store.commit_update(replace(update, update_index=7)),  # noqa: B023
@@ -115,6 +120,7 @@ def test_a_hub_and_a_file_answer_alike(hub: HubProcess, tmp_path: Path) -> None:
     for of_file, of_hub in zip(*answers, strict=True):
         assert of_file == of_hub
     assert answers[0][-3][0] is LeaseLostError
+    assert answers[0][-5:-3] == [1, [(RolloutStatus.QUEUED, 1, 2)] * 2]
 
 
 def test_traces_are_taken_as_protobuf_gzip_and_json(hub: HubProcess) -> None:
@@ -164,6 +170,68 @@ def test_bad_bodies_are_refused_with_a_reason(hub: HubProcess) -> None:
     assert all(r.json()["error"] == "StoreError" and r.json()["message"] for r in answers)
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("query", {"sql": 7}, "query: argument 'sql' is 7; text was expected"),
+        ("query", {}, "query needs the argument 'sql', text; send it"),
+        (
+            "query",
+            {"sql": "SELECT 1", "parameters": "x"},
+            "query: argument 'parameters' is 'x'; a list or an object was expected",
+        ),
+        (
+            "claim",
+            {"worker": "w", "limit": 1.5},
+            "claim: argument 'limit' is 1.5; a whole number was expected",
+        ),
+        (
+            "claim",
+            {"worker": "w", "lease_s": None},
+            "claim: argument 'lease_s' is None; a number was expected",
+        ),
+        ("stats", {"colour": 1}, "stats has no argument 'colour'; it takes []"),
+        (
+            "heartbeat",
+            {"rollouts": [["a", "0"]], "worker": "w"},
+            "heartbeat: argument 'rollouts' is [['a', '0']]; a list of [text, a whole number] was expected",
+        ),
+        (
+            "finish",
+            {"rollout_id": "a", "attempt": 0, "retry": "no"},
+            "finish: argument 'retry' is 'no'; true or false was expected",
+        ),
+        (
+            "requeue",
+            {"rollout_ids": "a"},
+            "requeue: argument 'rollout_ids' is 'a'; a list of text was expected",
+        ),
+        (
+            "rewards",
+            {"rollout_ids": [1]},
+            "rewards: argument 'rollout_ids' is [1]; a list of text or null was expected",
+        ),
+        ("spans", {"trace_ids": 7}, "spans: argument 'trace_ids' is 7; a list of text or null was expected"),
+        ("put_calls", {"rows": [1]}, "put_calls: argument 'rows' is [1]; a list of an object was expected"),
+        (
+            "enqueue",
+            {"rollouts": [{"rollout_id": "x", "attempt": "zero"}]},
+            "field 'attempt' of a Rollout is 'zero'; a whole number was expected",
+        ),
+        (
+            "put_rewards",
+            {"rewards": [{"rollout_id": "x", "value": "high"}]},
+            "field 'value' of a Reward is 'high'; a number was expected",
+        ),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_refused_in_one_clear_sentence(
+    hub: HubProcess, name: str, arguments: dict[str, Any], message: str
+) -> None:
+    answer = httpx.post(f"{hub.url}/api/{name}", json=arguments)
+    assert (answer.status_code, answer.json()) == (400, {"error": "StoreError", "message": message})
+
+
 def test_other_hosts_and_foreign_pages_are_refused(hub: HubProcess) -> None:
     with httpx.Client(base_url=hub.url) as http:
         for headers in (
@@ -205,6 +273,7 @@ def test_an_agent_can_send_spans_and_nothing_else(locked_hub: HubProcess, keys: 
             lambda: agent.policies(),
             lambda: agent.updates(),
             lambda: evaluator.enqueue([Rollout("b")]),
+            lambda: evaluator.requeue(["a"]),
             lambda: evaluator.put_policy(Policy("run", 1, "p")),
             lambda: evaluator.commit_update(Update("run", 0, 1, [], [], {}, "c")),
             lambda: evaluator.put_calls([]),

@@ -7,8 +7,9 @@ import pytest
 
 from spangrad.errors import LeaseLostError, StoreError
 from spangrad.store.file_store import FileStore
-from spangrad.store.records import Reward, RewardAuthor, Rollout, RolloutStatus
-from tests.store.building import new_trace, request, span
+from spangrad.store.records import Reward, RewardAuthor, Rollout, RolloutStatus, SpanEvent, Update
+from spangrad.tracer import conventions as names
+from tests.store.building import conversation, new_trace, request, span
 from tests.waiting import wait_until
 
 
@@ -122,6 +123,74 @@ def test_retry_requeues_while_attempts_are_left_then_fails(store: FileStore) -> 
     store.finish("a", 1, error_type="EngineError", retry=True)
     assert store.rollouts()[0].status is RolloutStatus.FAILED
     assert store.claim(worker="w") == []
+
+
+def test_a_free_retry_uses_up_no_attempt(store: FileStore) -> None:
+    store.enqueue([Rollout("a", max_attempts=1)])
+    for attempt in range(3):
+        assert [r.attempt for r in store.claim(worker="w")] == [attempt]
+        for _ in range(2):  # the same again changes nothing
+            store.finish("a", attempt, error_type="EngineError", retry=True, free=True)
+        (queued,) = store.rollouts()
+        assert (queued.status, queued.error_type) == (RolloutStatus.QUEUED, "EngineError")
+        assert (queued.attempt, queued.max_attempts) == (attempt + 1, attempt + 2)
+    store.claim(worker="w")
+    with pytest.raises(LeaseLostError, match="attempt 3 is running"):
+        store.finish("a", 1, retry=True, free=True)
+    with pytest.raises(StoreError, match="without retry"):
+        store.finish("a", 3, free=True)
+    store.finish("a", 3, error_type="AgentError", retry=True)
+    assert store.rollouts()[0].status is RolloutStatus.FAILED
+
+
+def test_requeueing_queues_ended_rollouts_that_no_update_consumed(store: FileStore) -> None:
+    ids = ["failed", "good", "consumed", "running", "queued"]
+    store.enqueue([Rollout(rollout_id, max_attempts=1, task=rollout_id) for rollout_id in ids])
+    store.put_otlp(
+        request([span(new_trace(), rollout="told", attempt=0, attributes={names.SPAN_ROLE: "rollout"})])
+    )
+    store.claim(worker="w", limit=4)
+    store.finish("failed", 0, status=RolloutStatus.FAILED, error_type="E")
+    store.finish("good", 0, output="x")
+    store.finish("consumed", 0, output="y")
+    store.commit_update(Update("run", 0, 1, ["consumed"], [], {}, "c"))
+    before = {r.rollout_id: r for r in store.rollouts()}
+    assert before["told"].status is RolloutStatus.SUCCEEDED
+    everything = [*ids, "told", "none", "good"]
+    assert store.requeue(everything) == 2
+    assert store.requeue(everything) == store.requeue([]) == 0
+    after = {r.rollout_id: r for r in store.rollouts()}
+    assert {name for name in before if before[name] != after[name]} == {"failed", "good"}
+    for name in ("failed", "good"):
+        found = after[name]
+        assert (found.status, found.attempt, found.max_attempts) == (RolloutStatus.QUEUED, 1, 2)
+        assert (found.output, found.ended_ns, found.lease_until_ns) == (None, None, None)
+    with pytest.raises(LeaseLostError):
+        store.finish("good", 0, output="z")
+    again = store.claim(worker="w", limit=9)
+    assert [(r.rollout_id, r.attempt, r.task) for r in again] == [
+        ("failed", 1, "failed"),
+        ("good", 1, "good"),
+        ("queued", 0, "queued"),
+    ]
+    store.finish("good", 1, output="z")
+
+
+def test_nothing_of_the_attempt_before_a_requeue_counts_for_the_next(store: FileStore) -> None:
+    event = SpanEvent(names.REWARD_EVENT, 5, {names.REWARD_VALUE: 0.25})
+    store.enqueue([Rollout("a")])
+    store.claim(worker="w")
+    store.put_otlp(request(conversation(new_trace(), "a", 2)))
+    store.put_otlp(request([span(new_trace(), rollout="a", events=(event,))]))  # names no attempt
+    store.put_rewards([Reward("a", 1.0)])
+    store.finish("a", 0)
+    assert {r.attempt for r in store.rewards(["a"])} == {None, 0}
+    assert store.requeue(["a"]) == 1
+    assert [(r.value, r.attempt) for r in store.rewards(["a"])] == [(0.25, 0), (1.0, 0)]
+    (again,) = store.claim(worker="w")
+    assert [s for s in store.spans(["a"]) if s.attempt == again.attempt] == []
+    store.put_rewards([Reward("a", 0.5)])
+    assert [r.value for r in store.rewards(["a"]) if r.attempt in (None, again.attempt)] == [0.5]
 
 
 def test_finishing_the_same_way_twice_is_accepted_another_way_refused(store: FileStore) -> None:

@@ -128,7 +128,7 @@ def record_expert(
             if on_progress is not None:
                 on_progress(min(start + 200, len(rollouts)), len(rollouts))
     ids = [rollout.rollout_id for rollout in rollouts]
-    values = values_of(store.rewards(ids), train.rollout.reward_authors)
+    values = values_of(store, store.rollouts(rollout_ids=ids), train.rollout.reward_authors)
     success = sum(value >= train.eval.success_at for value in values.values()) / max(1, len(values))
     return calls_of(store, ids), success
 

@@ -64,7 +64,7 @@ class AgentHost:
         try:
             with _scope(rollout):
                 output = self._function(rollout["task"])
-        except Exception as error:  # a failed rollout is data
+        except BaseException as error:  # a failed rollout is data, also one that called sys.exit
             self._fail(rollout, error)
         else:
             self._finish(rollout, output)
@@ -73,7 +73,7 @@ class AgentHost:
         try:
             with _scope(rollout):
                 output = await self._function(rollout["task"])
-        except Exception as error:  # a failed rollout is data
+        except BaseException as error:  # a failed rollout is data, also one that called sys.exit
             self._fail(rollout, error)
         else:
             self._finish(rollout, output)
@@ -86,19 +86,19 @@ class AgentHost:
 
     def _finish(self, rollout: dict[str, Any], output: Any) -> None:
         try:
-            json.dumps(output)
-        except (TypeError, ValueError) as error:
+            json.dumps(output, allow_nan=False, ensure_ascii=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
             self._fail(rollout, TypeError(f"the agent returned {type(output).__name__}, not JSON: {error}"))
             return
         self._reply({"done": rollout["rollout_id"], "attempt": rollout["attempt"], "output": output})
 
-    def _fail(self, rollout: dict[str, Any], error: Exception) -> None:
+    def _fail(self, rollout: dict[str, Any], error: BaseException) -> None:
         self._reply(
             {
                 "failed": rollout["rollout_id"],
                 "attempt": rollout["attempt"],
                 "error_type": type(error).__name__,
-                "error": str(error)[:2000],
+                "error": str(error)[:2000].encode(errors="replace").decode(),
             }
         )
 

@@ -29,6 +29,8 @@ class WorkerConfig:
     evaluator_key: str | None
     agent_key: str | None
     gateway_url: str
+    engine_url: str | None
+    """Where the served version can be asked; None: it is not checked."""
     model: str
     """Name under which the policy is served."""
     function: str
@@ -59,7 +61,9 @@ class WorkerConfig:
 
     def recording(self, *, run_id: str, url: str) -> "WorkerConfig":
         """The same worker for rollouts of another run against another server."""
-        return replace(self, run_id=run_id, gateway_url=url.removesuffix("/v1"), check_engine=False)
+        return replace(
+            self, run_id=run_id, gateway_url=url.removesuffix("/v1"), engine_url=None, check_engine=False
+        )
 
 
 class AgentProcess:
@@ -93,7 +97,8 @@ class AgentProcess:
                 env=_agent_env(config),
                 preexec_fn=die_with_parent,
             )
-        threading.Thread(target=self._read, daemon=True, name="agent-host").start()
+        self._reader = threading.Thread(target=self._read, daemon=True, name="agent-host")
+        self._reader.start()
         first = self.receive(120.0)
         if first is None or "ready" not in first:
             self.stop()
@@ -141,6 +146,9 @@ class AgentProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._reader.join(5.0)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

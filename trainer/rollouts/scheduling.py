@@ -64,6 +64,7 @@ def worker_config(
     temperature: float,
     policy_version: int | None,
     reward: bool = True,
+    check_version: bool = False,
 ) -> WorkerConfig:
     """What a rollout worker of this run needs."""
     return WorkerConfig(
@@ -71,6 +72,7 @@ def worker_config(
         evaluator_key=keys.evaluator,
         agent_key=keys.agent,
         gateway_url=config.serving.gateway_url,
+        engine_url=config.serving.engine_url if check_version else None,
         model=config.serving.served_name,
         function=config.agent.function,
         reward=config.agent.reward if reward else None,
@@ -93,9 +95,13 @@ def run_rollouts(
     worker: WorkerConfig,
     *,
     workers: int,
+    before_round: Callable[[], None] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[Rollout], list[WorkerReport]]:
     """Enqueue rollouts and return them ended, with the workers' reports.
+
+    `before_round` is called each time before workers start: it publishes the right weights if the engine
+    serves others. A worker of a config with `check_version` comes back when it finds others.
 
     Raises:
         RolloutError: The agent can't be started.
@@ -116,6 +122,8 @@ def run_rollouts(
         if not any(_is_claimable(rollout) for rollout in waiting):
             time.sleep(0.2)
             continue
+        if before_round is not None:
+            before_round()
         reports += _POOL.run(worker, workers)
 
 
@@ -126,7 +134,7 @@ class _Pool:
         self._actors: list[Any] = []
 
     def run(self, worker: WorkerConfig, count: int) -> list[WorkerReport]:
-        kind = ray.remote(RolloutWorker).options(num_cpus=0.5)
+        kind = ray.remote(RolloutWorker).options(num_cpus=0)
         while len(self._actors) < count:
             self._actors.append(kind.remote())
         configs = [replace(worker, log=f"{worker.log}.{n}" if n else worker.log) for n in range(count)]

@@ -8,10 +8,13 @@ happens here, after the rollout has ended.
 * A failed or overdue attempt is requeued while attempts are left; half a rollout is
   never marked as succeeded.
 * A reward function that raises gives no reward, not 0; it is counted.
-* While the engine is away no attempt is burned: the worker waits for it.
+* After a failure the worker waits for the engine before it claims more; an engine that came
+  back with other weights gets no rollouts.
+* A crash of the agent's process costs an attempt only where it is known whose fault it was.
 """
 
 import logging
+import math
 import os
 import threading
 import time
@@ -27,6 +30,7 @@ from spangrad.store.base import Store
 from spangrad.store.records import Reward, Rollout, RolloutStatus
 from spangrad.trainer.plugins import load_callable
 from spangrad.trainer.rollouts.agent_process import AgentProcess, WorkerConfig
+from spangrad.trainer.serving.publish import served_version
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +49,8 @@ class WorkerReport:
     timed_out: int = 0
     lost_leases: int = 0
     reward_errors: int = 0
+    engine_changed: bool = False
+    """The engine serves another version than the rollouts are for: it was restarted."""
     first_error: str | None = None
     """Text of the first failure or reward error, for the person who looks."""
 
@@ -73,14 +79,17 @@ class RolloutWorker:
             load_callable(config.reward, config.base_dir) if config.reward else None
         )
         self._running: dict[str, tuple[Rollout, float]] = {}
-        self._ended: list[tuple[Rollout, dict[str, Any]]] = []
+        self._ended: dict[str, tuple[Rollout, dict[str, Any]]] = {}
         self._report = WorkerReport()
+        self._suspects = 0
+        self._agent_host()  # an agent that can't be started must not cost a rollout its attempts
         beat = threading.Event()
         beating = threading.Thread(target=self._heartbeat, args=(beat,), daemon=True, name="heartbeat")
         beating.start()
         try:
             while True:
-                self._claim()
+                if not self._report.engine_changed:
+                    self._claim()
                 if not self._running and not self._ended:
                     return self._report
                 self._collect()
@@ -91,8 +100,16 @@ class RolloutWorker:
             beating.join()
             self._store.close()
 
+    def stop(self) -> None:
+        """End the agent's process."""
+        if self._host is not None:
+            self._host.stop()
+            self._host = None
+
     def _claim(self) -> None:
-        free = self._config.concurrency - len(self._running)
+        # After a crash with several rollouts running, each runs alone until the guilty one is known.
+        most = 1 if self._suspects else self._config.concurrency
+        free = most - len(self._running)
         if free <= 0:
             return
         claimed = self._store.claim(
@@ -118,8 +135,7 @@ class RolloutWorker:
 
     def _agent_host(self) -> AgentProcess:
         if self._host is not None and self._host.identity != self._config.host_identity:
-            self._host.stop()
-            self._host = None
+            self.stop()
         if self._host is None:
             self._host = AgentProcess(self._config)
         return self._host
@@ -132,50 +148,54 @@ class RolloutWorker:
             if reply is None:
                 continue
             if "exit" in reply:
-                self._host = None
-                self._requeue_all("AgentHostError", reply["exit"])
+                self.stop()
+                self._agent_died(reply["exit"])
                 return
             rollout_id = reply.get("done") or reply.get("failed")
             if rollout_id is None:
                 continue
-            rollout, _ = self._running.pop(rollout_id, (None, 0.0))
+            rollout, _ = self._running.get(rollout_id, (None, 0.0))
             if rollout is not None and rollout.attempt == reply["attempt"]:
-                self._ended.append((rollout, reply))
+                self._ended[rollout_id] = (rollout, reply)  # before the pop: the heartbeat must see it
+                del self._running[rollout_id]
+                self._suspects = max(0, self._suspects - 1)
 
     def _finish_ended(self) -> None:
         if not self._ended:
             return
-        ended, self._ended = self._ended, []
         if self._host is not None and not self._host.flush():
-            logger.warning("%s: the tracer could not hand over all spans in time", self._name)
-        failures = [reply for _, reply in ended if "failed" in reply]
+            logger.warning("%s: spans wait for the hub; rollouts end when they are there", self._name)
+            time.sleep(FLUSH_EVERY_S)
+            return
+        ended = list(self._ended.values())
         for rollout, reply in ended:
             if "failed" in reply:
                 self._fail(rollout, reply["error_type"], reply["error"])
             else:
                 self._finish(rollout, reply["output"])
-        if failures and self._config.check_engine:
-            wait_for_engine(self._config.gateway_url, self._config.engine_wait_s)
+            del self._ended[rollout.rollout_id]
+        if any("failed" in reply for _, reply in ended):
+            self._check_engine()
 
     def _finish(self, rollout: Rollout, output: Any) -> None:
         value = None
         if self._reward is not None:
             try:
-                value = self._reward({**(rollout.task or {})}, output)
-            except Exception as error:  # the reward is missing, not 0
+                value = as_reward(self._reward({**(rollout.task or {})}, output))
+            except (Exception, SystemExit) as error:  # the reward is missing, not 0
                 self._report.reward_errors += 1
                 self._remember(f"reward of {rollout.rollout_id}: {type(error).__name__}: {error}")
         try:
             if value is not None:
                 self._store.put_rewards(
-                    [Reward(rollout_id=rollout.rollout_id, value=float(value), attempt=rollout.attempt)]
+                    [Reward(rollout_id=rollout.rollout_id, value=value, attempt=rollout.attempt)]
                 )
             self._store.finish(rollout.rollout_id, rollout.attempt, output=output)
             self._report.finished += 1
         except LeaseLostError:
             self._report.lost_leases += 1
 
-    def _fail(self, rollout: Rollout, error_type: str, error: str) -> None:
+    def _fail(self, rollout: Rollout, error_type: str, error: str, *, free: bool = False) -> None:
         self._report.failed_attempts += 1
         self._remember(f"{rollout.rollout_id}: {error_type}: {error}")
         try:
@@ -186,34 +206,46 @@ class RolloutWorker:
                 error_type=error_type,
                 error=error,
                 retry=True,
+                free=free,
             )
         except LeaseLostError:
             self._report.lost_leases += 1
 
     def _stop_overdue(self) -> None:
         now = time.monotonic()
-        overdue = [rollout for rollout, until in self._running.values() if until < now]
+        overdue = {rollout.rollout_id for rollout, until in self._running.values() if until < now}
         if not overdue:
             return
         self._report.timed_out += len(overdue)
-        if self._host is not None:  # a thread can't be stopped, its process can
-            self._host.stop()
-            self._host = None
-        self._requeue_all(
-            "TimeoutError", f"over {self._config.timeout_s:.0f} s; the agent's process was restarted"
-        )
+        self.stop()  # a thread can't be stopped, its process can
+        text = f"over {self._config.timeout_s:.0f} s; the agent's process was restarted"
+        self._give_back("TimeoutError", text, guilty=overdue)
 
-    def _requeue_all(self, error_type: str, error: str) -> None:
-        running, self._running = self._running, {}
-        for rollout, _ in running.values():
-            self._fail(rollout, error_type, error)
-        if running and self._config.check_engine:
-            wait_for_engine(self._config.gateway_url, self._config.engine_wait_s)
+    def _agent_died(self, text: str) -> None:
+        """Give its rollouts back; only one that ran alone is known to be the reason."""
+        alone = set(self._running) if len(self._running) == 1 else set()
+        self._suspects = max(self._suspects, 0 if alone else len(self._running))
+        self._give_back("AgentProcessError", text, guilty=alone)
+
+    def _give_back(self, error_type: str, error: str, *, guilty: set[str]) -> None:
+        for rollout, _ in list(self._running.values()):
+            self._fail(rollout, error_type, error, free=rollout.rollout_id not in guilty)
+            del self._running[rollout.rollout_id]
+        self._check_engine()
+
+    def _check_engine(self) -> None:
+        """After a failure: wait for the engine, and stop claiming if it came back with other weights."""
+        config = self._config
+        if not config.check_engine:
+            return
+        wait_for_engine(config.gateway_url, config.engine_wait_s)
+        if config.engine_url is not None and served_version(config.engine_url) != config.policy_version:
+            self._report.engine_changed = True
 
     def _heartbeat(self, stop: threading.Event) -> None:
         while not stop.wait(LEASE_S / 3):
             held = [(r.rollout_id, r.attempt) for r, _ in list(self._running.values())]
-            held += [(r.rollout_id, r.attempt) for r, _ in list(self._ended)]
+            held += [(r.rollout_id, r.attempt) for r, _ in list(self._ended.values())]
             if not held:
                 continue
             try:
@@ -225,6 +257,19 @@ class RolloutWorker:
         if self._report.first_error is None:
             self._report.first_error = text
             logger.warning("%s", text)
+
+
+def as_reward(value: Any) -> float | None:
+    """What a reward function returned, as a finite number or None.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) or not math.isfinite(number := float(value)):
+        raise ValueError(f"the reward function returned {value!r}, expected a finite number or None")
+    return number
 
 
 def engine_answers(gateway_url: str) -> bool:

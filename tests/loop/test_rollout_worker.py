@@ -1,0 +1,127 @@
+"""A rollout worker against a real hub, with agents and rewards that misbehave."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from spangrad.errors import RolloutError
+from spangrad.store import open_store
+from spangrad.store.records import Rollout, RolloutStatus
+from spangrad.trainer.processes import free_port
+from spangrad.trainer.rollouts.agent_process import WorkerConfig
+from spangrad.trainer.rollouts.worker import RolloutWorker, as_reward
+from spangrad.trainer.up import Stack, UpConfig
+
+pytestmark = pytest.mark.slow
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("worker")
+    config = UpConfig(model=None, folder=str(folder), store=str(folder / "s.duckdb"), hub_port=free_port())
+    with Stack(config) as stack:
+        stack.start_hub()
+        yield stack
+
+
+def work(hub, tmp_path, tasks, *, function="run", reward="reward", timeout_s=60.0, file=None):
+    """Run tasks once; returns their rollouts and rewards by task name."""
+    run_id = tmp_path.name
+    store = open_store(hub.hub_url, hub.keys.trainer)
+    rollouts = [
+        Rollout(rollout_id=f"{run_id}-{name}", task_id=name, run_id=run_id, task=task, max_attempts=2)
+        for name, task in tasks.items()
+    ]
+    store.enqueue(rollouts)
+    config = WorkerConfig(
+        store=hub.hub_url,
+        evaluator_key=hub.keys.evaluator,
+        agent_key=hub.keys.agent,
+        gateway_url="http://127.0.0.1:9",
+        engine_url=None,
+        model="none",
+        function=f"{file or HERE / 'odd_agents.py'}:{function}",
+        reward=f"{HERE / 'odd_agents.py'}:{reward}",
+        base_dir=str(HERE),
+        run_id=run_id,
+        split="train",
+        concurrency=4,
+        timeout_s=timeout_s,
+        temperature=1.0,
+        log=str(tmp_path / "agent.log"),
+        check_engine=False,
+    )
+    worker = RolloutWorker()
+    try:
+        report = worker.run(config)
+    finally:
+        worker.stop()
+        ids = [rollout.rollout_id for rollout in rollouts]
+        found = {r.task_id: r for r in store.rollouts(rollout_ids=ids)}
+        rewards = {r.rollout_id.removeprefix(f"{run_id}-"): r.value for r in store.rewards(ids)}
+        store.close()
+    return found, rewards, report
+
+
+@pytest.mark.parametrize("function", ["run", "run_async"])
+def test_a_rollout_that_exits_or_raises_fails_alone(hub, tmp_path, function):
+    tasks = {name: {"what": name} for name in ("exit", "raise", "good", "fine", "surrogate", "nan")}
+    found, rewards, report = work(hub, tmp_path, tasks, function=function)
+    status = {name: rollout.status for name, rollout in found.items()}
+    assert {name for name, s in status.items() if s is RolloutStatus.SUCCEEDED} == {"good", "fine"}
+    assert found["exit"].error_type == "SystemExit" and found["raise"].error == "not today"
+    assert rewards == {"good": 1.0, "fine": 1.0}
+    assert report.first_error is not None
+
+
+def test_a_crash_of_the_agents_process_costs_its_neighbours_nothing(hub, tmp_path):
+    tasks = {"a": {"what": "crash"}, **{name: {"what": name} for name in ("b", "c", "d", "e")}}
+    found, rewards, _ = work(hub, tmp_path, tasks)
+    assert found["a"].status is RolloutStatus.FAILED
+    assert {found[name].status for name in "bcde"} == {RolloutStatus.SUCCEEDED}
+    assert set(rewards) == set("bcde")
+
+
+def test_a_rollout_that_hangs_costs_its_neighbours_nothing(hub, tmp_path):
+    tasks = {"a": {"what": "hang"}, **{name: {"what": name} for name in ("b", "c")}}
+    found, _, report = work(hub, tmp_path, tasks, timeout_s=1.0)
+    assert found["a"].status is RolloutStatus.FAILED and found["a"].error_type == "TimeoutError"
+    assert {found[name].status for name in "bc"} == {RolloutStatus.SUCCEEDED}
+    assert report.timed_out == 2
+
+
+def test_a_reward_that_is_no_number_is_missing_not_an_end_of_the_run(hub, tmp_path):
+    values = {"text": "good", "object": {"reward": 1}, "number": 0.5, "nothing": None}
+    tasks = {name: {"what": name, "reward": value} for name, value in values.items()}
+    found, rewards, report = work(hub, tmp_path, tasks)
+    assert {rollout.status for rollout in found.values()} == {RolloutStatus.SUCCEEDED}
+    assert rewards == {"number": 0.5}
+    assert report.reward_errors == 2
+
+
+def test_a_grader_that_exits_gives_no_reward(hub, tmp_path):
+    found, rewards, report = work(hub, tmp_path, {"a": {"what": "a"}}, reward="exiting_reward")
+    assert found["a"].status is RolloutStatus.SUCCEEDED and rewards == {} and report.reward_errors == 1
+
+
+def test_an_agent_that_cant_be_started_costs_no_attempt(hub, tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("import no_such_module_anywhere\n")
+    with pytest.raises(RolloutError, match="no_such_module_anywhere"):
+        work(hub, tmp_path, {"a": {"what": "a"}}, file=broken)
+    store = open_store(hub.hub_url, hub.keys.trainer)
+    (rollout,) = store.rollouts(run_id=tmp_path.name)
+    assert (rollout.status, rollout.attempt) == (RolloutStatus.QUEUED, 0)
+    store.close()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, "1", {}, []])
+def test_what_is_no_finite_number_is_no_reward(value):
+    with pytest.raises((ValueError, TypeError)):
+        as_reward(value)
+
+
+def test_numbers_and_nothing_are_rewards():
+    assert (as_reward(1), as_reward(True), as_reward(0.25), as_reward(None)) == (1.0, 1.0, 0.25, None)

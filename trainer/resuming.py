@@ -1,0 +1,103 @@
+"""What a run needs to go on where it ended: its folder, its keys, its unfinished rollouts.
+
+* One process trains a run at a time: its folder is locked for as long as the process lives.
+* What an update asks for can't change in the middle of a run.
+* A repaired agent or reward is tried on what the broken one left.
+"""
+
+import fcntl
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+from spangrad.errors import ConfigError
+from spangrad.store import open_store
+from spangrad.store.base import Store
+from spangrad.store.records import Reward, RolloutStatus, Update, UpdateSample
+from spangrad.trainer.config import TrainConfig, resolve, to_dict
+from spangrad.trainer.evaluation import values_of
+from spangrad.trainer.rollouts.scheduling import Keys
+from spangrad.trainer.rollouts.worker import as_reward
+
+logger = logging.getLogger(__name__)
+
+FIXED_SETTINGS: Final = (
+    ("agent", "tasks"),
+    ("rollout", "groups_per_update"),
+    ("rollout", "group_size"),
+    ("rollout", "temperature"),
+    ("run", "seed"),
+)
+"""Settings that say what an update asks for: changed in the middle, they would mix tasks in a group."""
+
+
+def load_keys(config: TrainConfig) -> Keys:
+    """Keys of the hub that the config names; none on a hub without keys."""
+    if config.hub.keys is None:
+        return Keys()
+    from spangrad.store.keys import Keys as HubKeys
+
+    loaded = HubKeys.load(resolve(config.hub.keys, config.base_dir))
+    return Keys(agent=loaded.agent, evaluator=loaded.evaluator, trainer=loaded.trainer)
+
+
+def claim_folder(folder: Path, config: TrainConfig) -> TextIO:
+    """Take the run's folder for this process alone, and write the resolved config into it.
+
+    Raises:
+        ConfigError: Another process trains this run, or it was begun with settings that may not change.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / "lock").open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise ConfigError(
+            f"run {config.run.id!r} is being trained by another process; stop it or choose another run.id"
+        ) from error
+    file, now = folder / "config.json", json.loads(json.dumps(to_dict(config), default=str))
+    if file.is_file():
+        before = json.loads(file.read_text())
+        for section, key in FIXED_SETTINGS:
+            was, is_now = before.get(section, {}).get(key), now[section][key]
+            if was != is_now:
+                lock.close()
+                raise ConfigError(
+                    f"run {config.run.id!r} was begun with {section}.{key} = {was!r}, now it is {is_now!r};"
+                    " choose another run.id"
+                )
+    file.write_text(json.dumps(now, indent=2))
+    return lock
+
+
+def repair(store: Store, config: TrainConfig, keys: Keys, reward: Callable[..., Any]) -> None:
+    """Let a run go on after its agent or its reward was repaired.
+
+    Rollouts that failed are queued again, and those that no update has consumed are graded again.
+    """
+    rollouts = store.rollouts(run_id=config.run.id, split="train")
+    left = [rollout for rollout in rollouts if rollout.consumed_by is None]
+    store.requeue([rollout.rollout_id for rollout in left if rollout.status is RolloutStatus.FAILED])
+    ended = [rollout for rollout in left if rollout.status is RolloutStatus.SUCCEEDED]
+    known = values_of(store, ended, config.rollout.reward_authors)
+    again = []
+    for rollout in ended:
+        try:
+            value = as_reward(reward({**(rollout.task or {})}, rollout.output))
+        except (Exception, SystemExit) as error:  # the reward stays as it is
+            logger.warning("reward of %s: %s: %s", rollout.rollout_id, type(error).__name__, error)
+            continue
+        if value is not None and value != known.get(rollout.rollout_id):
+            again.append(Reward(rollout_id=rollout.rollout_id, value=value, attempt=rollout.attempt))
+    if again:
+        evaluator = open_store(config.hub.url, keys.evaluator)
+        evaluator.put_rewards(again)
+        evaluator.close()
+
+
+def update_from_json(raw: dict[str, Any]) -> Update:
+    """Undo `dataclasses.asdict` of an update, as checkpoints record it."""
+    return Update(**{**raw, "samples": [UpdateSample(**sample) for sample in raw["samples"]]})
