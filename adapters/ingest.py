@@ -46,6 +46,8 @@ class IngestReport:
     traces: int = 0
     calls: int = 0
     """Model calls in these traces, those in an unknown dialect not included."""
+    by_scope: Mapping[str, int] = field(default_factory=dict)
+    """Spans by instrumentation scope: which libraries recorded them."""
     by_dialect: Mapping[str, int] = field(default_factory=dict)
     """Calls by dialect; `no dialect` counts call spans that nobody here reads."""
     by_grade: Mapping[str, int] = field(default_factory=dict)
@@ -54,6 +56,8 @@ class IngestReport:
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Messages of other signals: `logs`, `metrics`."""
     broken: Sequence[Broken] = ()
+    broken_files: int = 0
+    """Files of which no message could be read."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object."""
@@ -76,8 +80,9 @@ def ingest(paths: Sequence[str | Path], store: Store, progress: Progress | None 
     total = sum(file.stat().st_size for file in files if file.is_file())
     before = 0
     for path in files:
-        position = 0
+        position, broken_before, good = 0, len(broken), False
         for message, position in messages(path):
+            good = good or not isinstance(message, Broken)
             if isinstance(message, Broken):
                 broken.append(message)
             elif isinstance(message, Skipped):
@@ -87,9 +92,10 @@ def ingest(paths: Sequence[str | Path], store: Store, progress: Progress | None 
                 report.spans += batch.add(message, traces)
             if progress is not None:
                 progress(before + position, total)
+        report.broken_files += len(broken) > broken_before and not good
         before += position
     batch.flush()
-    report.new_spans, report.traces = batch.new_spans, len(traces)
+    report.new_spans, report.traces, report.by_scope = batch.new_spans, len(traces), dict(batch.by_scope)
     report.broken, report.skipped = tuple(broken), dict(skipped)
     _grade(store, list(traces), report)
     return report
@@ -107,12 +113,14 @@ class _Batch:
         self._request = ExportTraceServiceRequest()
         self._spans = self._bytes = 0
         self.new_spans = 0
+        self.by_scope: Counter[str] = Counter()
 
     def add(self, request: ExportTraceServiceRequest, traces: dict[str, None]) -> int:
         """Add a request and the ids of its traces. Returns how many spans it has."""
-        spans = [
-            s for resource in request.resource_spans for scope in resource.scope_spans for s in scope.spans
-        ]
+        scopes = [scope for resource in request.resource_spans for scope in resource.scope_spans]
+        spans = [span for scope in scopes for span in scope.spans]
+        for scope in scopes:
+            self.by_scope[scope.scope.name] += len(scope.spans)
         traces.update((span.trace_id.hex(), None) for span in spans)
         self._request.MergeFrom(request)
         self._spans += len(spans)

@@ -59,14 +59,13 @@ def listed(*arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def recorded(rollout_id: str, number: int) -> bytes:
-    """One call as the gateway records it."""
+def recorded(rollout_id: str | None, number: int, *, ids: bool = True) -> bytes:
+    """One call as the gateway records it; without `ids`, as text alone."""
     attributes: dict[str, Any] = {
         c.OPERATION_NAME: "chat",
         c.PROVIDER_NAME: "vllm",
         c.REQUEST_MODEL: "policy",
         c.REQUEST_TEMPERATURE: 1.0,
-        c.ROLLOUT_ID: rollout_id,
         c.ATTEMPT: 0,
         c.INPUT_MESSAGES: json.dumps([{"role": "user", "parts": [{"type": "text", "content": "2 + 2?"}]}]),
         c.OUTPUT_MESSAGES: json.dumps(
@@ -78,6 +77,11 @@ def recorded(rollout_id: str, number: int) -> bytes:
         c.POLICY_VERSIONS: c.pack_ints([0, 0, 0]),
         c.LOGPROBS_MODE: "processed",
     }
+    if rollout_id is not None:
+        attributes[c.ROLLOUT_ID] = rollout_id
+    if not ids:
+        for name in (c.PROMPT_TOKEN_IDS, c.SAMPLED_TOKEN_IDS, c.SAMPLED_LOGPROBS, c.POLICY_VERSIONS):
+            del attributes[name]
     span = OtlpSpan(
         trace_id=number.to_bytes(16, "big"),
         span_id=number.to_bytes(8, "big"),
@@ -109,6 +113,14 @@ def _value(value: Any) -> AnyValue:
     if isinstance(value, float):
         return AnyValue(double_value=value)
     return AnyValue(string_value=value)
+
+
+def ingested(folder: Path, request: bytes) -> str:
+    """A store with one ingested file."""
+    (folder / "traces.pb").write_bytes(request)
+    target = str(folder / "new.duckdb")
+    listed("ingest", str(folder / "traces.pb"), "--store", target, "--json")
+    return target
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +283,76 @@ def test_listing_no_such_rollout(store: str) -> None:
     done = spangrad("transitions", "--store", store, "--rollout", "r-9")
     assert done.returncode == 1
     assert "spangrad rollouts" in done.stderr
+
+
+def test_calls_show_the_newest_and_say_how_many_are_left_out(store: str) -> None:
+    done = spangrad("calls", "--store", store, "--limit", "1", "--json")
+    (call,) = map(json.loads, done.stdout.splitlines())
+    assert call["rollout_id"] == "r-2"
+    assert done.stderr.splitlines() == ["the newest 1 of 2 calls, 1 left out; --limit 0 lists all"]
+    assert len(listed("calls", "--store", store, "--limit", "0", "--json")) == 2
+
+
+def test_calls_of_a_split(store: str) -> None:
+    assert len(listed("calls", "--store", store, "--split", "train", "--json")) == 2
+    assert listed("calls", "--store", store, "--split", "eval", "--json") == []
+    assert len(listed("calls", "--store", store, "--run", "run-a", "--rollout", "r-1", "--json")) == 1
+
+
+def test_calls_without_a_rollout_are_cloned_by_trace(tmp_path: Path) -> None:
+    target = ingested(tmp_path, recorded(None, 7))
+    refused = spangrad("transitions", "--store", target)
+    assert refused.returncode == 1
+    assert "1 model calls" in refused.stderr
+    assert "`spangrad transitions --clone`" in refused.stderr
+    (row,) = listed("transitions", "--store", target, "--clone", "--json")
+    assert row["rollout_id"] == (7).to_bytes(16, "big").hex()
+    assert row["token_ids"] == PROMPT + SAMPLED
+    assert row["advantages"][4:] == [1.0] * 3
+
+
+def test_calls_that_are_text_need_a_tokenizer_to_be_cloned(tmp_path: Path) -> None:
+    from tests.trainer.small_policy import make_tokenizer
+
+    target = ingested(tmp_path, recorded(None, 8, ids=False))
+    done = spangrad("transitions", "--store", target, "--clone", "--json")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "not trained, 1x: grade text, ids is needed" in done.stderr
+    assert "1 calls have no token ids, and only a tokenizer can make rows of them" in done.stderr
+    make_tokenizer().save_pretrained(str(tmp_path / "policy"))
+    rendered = ["--clone", "--tokenizer", str(tmp_path / "policy")]
+    (row,) = listed("transitions", "--store", target, *rendered, "--json")
+    assert row["grade"] == "text"
+    assert 0 < sum(row["action_mask"]) < len(row["token_ids"])
+    wrong = spangrad("transitions", "--store", target, "--clone", "--tokenizer", str(tmp_path / "no"))
+    assert wrong.returncode == 1
+    assert len(wrong.stderr.splitlines()) == 1
+    assert spangrad("transitions", "--store", target, *rendered[1:]).returncode == 1
+
+
+def test_ingest_names_what_it_can_not_read(tmp_path: Path) -> None:
+    request = ExportTraceServiceRequest.FromString(recorded("r-1", 9))
+    request.resource_spans[0].scope_spans[0].scope.name = "openinference.instrumentation.openai"
+    (tmp_path / "traces.pb").write_bytes(request.SerializeToString())
+    done = spangrad("ingest", "traces.pb", "--store", "new.duckdb", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "scope\topeninference.instrumentation.openai\t1" in done.stdout
+    (line,) = done.stderr.splitlines()
+    assert "no model call could be read from 1 spans" in line
+    assert "openinference.instrumentation.openai (1); 1 of them are model calls" in line
+    assert "1.37 and later" in line
+
+
+def test_ingest_fails_only_if_every_file_is_broken(tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").write_text('{"resourceSpans": [\n{"a": 1}\n')
+    done = spangrad("ingest", "broken.jsonl", "--store", "new.duckdb", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert "nothing could be read from broken.jsonl: broken.jsonl:1: " in line
+    (tmp_path / "good.pb").write_bytes(recorded("r-1", 1))
+    both = spangrad("ingest", "broken.jsonl", "good.pb", "--store", "new.duckdb", cwd=tmp_path)
+    assert both.returncode == 0
+    assert "broken: broken.jsonl:2: " in both.stderr
 
 
 def test_ingest_says_what_the_calls_are_good_for(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 import typer
 
 from spangrad.cli import app
+from spangrad.trainer.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = {".venv", ".git", "node_modules", "build", "dist", ".spangrad", ".pytest_cache", "runs"}
@@ -47,6 +48,15 @@ def test_command_is_documented_and_has_help_with_an_example(command: str) -> Non
 def test_every_option_of_a_command_has_help(command: str) -> None:
     found = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
     assert not [option.name for option in found.params if not getattr(option, "help", None)]
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("examples/*/run.toml")), ids=shown)
+def test_config_of_an_example_can_be_trained(file: Path) -> None:
+    config = load_config(file)
+    assert config.hub.keys == ".spangrad/keys.json"  # where `spangrad up` in that folder writes them
+    assert config.serving.model
+    for named in (config.agent.function, config.agent.tasks, config.agent.reward):
+        assert (file.parent / named.split(":")[0]).is_file()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=shown)

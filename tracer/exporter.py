@@ -8,7 +8,10 @@ Invariants:
 * A batch that the hub did not acknowledge is on disk before `export` returns, or counted in `dropped`.
 * What waits on disk is sent after the next success, also by the next process that uses the folder; the
   store ignores spans that it has.
+* A hub's exporter is waiting as long as its folder holds anything, whoever wrote it or is sending it.
 * After a failure the hub is left alone for a while (1 s, doubling to 30 s); meanwhile batches go to disk.
+  `force_flush` tries all the same.
+* One thread of a process sends what waits on disk at a time; `export` never waits for it.
 * A batch that the hub refuses for good (a 4xx that is not about keys, load or time) is dropped and
   counted: sending it again would hold up everything behind it.
 * HTTP goes through the standard library, below which spangrad captures nothing.
@@ -19,12 +22,14 @@ import http.client
 import logging
 import os
 import ssl
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
@@ -38,6 +43,7 @@ MAX_REQUEST_BYTES = 4 * 2**20
 _RETRY_LATER = frozenset({401, 403, 404, 408, 425, 429})
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
+_FLUSH_RETRY_S = 0.25
 _LOG_EVERY_S = 30.0
 
 
@@ -89,7 +95,7 @@ class SpoolExporter(SpanExporter):
             )
         return kept
 
-    def drain(self) -> int:
+    def drain(self, *, at_once: bool = False) -> int:
         """Nothing to do: the store empties the spool."""
         return 0
 
@@ -97,7 +103,7 @@ class SpoolExporter(SpanExporter):
         """Nothing to do: a write to disk is quick."""
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """Nothing is held back."""
+        """True: what is on disk has arrived."""
         return True
 
     def shutdown(self) -> None:
@@ -141,11 +147,12 @@ class HubExporter(SpanExporter):
         if spool_dir is None:
             spool_dir = Path(".spangrad", "spool", hashlib.sha256(self.url.encode()).hexdigest()[:16])
         self.spool = Spool(spool_dir)
-        self._waiting = self.spool.size_bytes() > 0
+        self._spooled = 0
         self._pause_s = _FIRST_PAUSE_S
         self._paused_until = float("-inf")
         self._closing_at = float("inf")
         self._said = Periodically()
+        self._own_process()
 
     @property
     def dropped(self) -> int:
@@ -154,26 +161,32 @@ class HubExporter(SpanExporter):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something waits on disk for the hub."""
-        return self._waiting
+        """Whether something waits on disk for the hub, also what other processes left there."""
+        return self.spool.size_bytes() > 0
+
+    @property
+    def waiting(self) -> int:
+        """How many spans of this process wait on disk, or 1 if only others' do. Exact once it is 0."""
+        return max(1, self._spooled) if self.is_waiting else 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Deliver a batch, or keep it on disk."""
         return _result(all([self.export_request(request) for request in encode(spans)]))
 
     def export_request(self, request: bytes) -> bool:
-        """Deliver one encoded request, or keep it on disk. Returns False if it could do neither."""
+        """Deliver one encoded request, or keep it on disk. Returns False if it is lost."""
         if self._paused_until <= time.monotonic() < self._closing_at:
             try:
-                self._deliver(request)
+                delivered = self._deliver(request, self.timeout_s)
             except (OSError, http.client.HTTPException) as error:
                 self._failed(error)
             else:
                 self._pause_s = _FIRST_PAUSE_S
                 self.drain()
-                return True
+                return delivered
+        before = self._spooled if self.is_waiting else 0
         kept = self.spool.append(request)
-        self._waiting = self._waiting or kept
+        self._spooled = before + (_span_count(request) if kept else 0)
         if not kept and self._said.due():
             logger.warning(
                 "hub %s does not answer and spool %r is full: %d batches lost so far",
@@ -183,25 +196,46 @@ class HubExporter(SpanExporter):
             )
         return kept
 
-    def drain(self) -> int:
-        """Send what waits on disk, unless the hub failed a moment ago. Returns how many batches arrived."""
-        if not self._waiting or self._is_closing or time.monotonic() < self._paused_until:
+    def drain(self, *, at_once: bool = False) -> int:
+        """Send what waits on disk. Returns how many batches arrived.
+
+        Does nothing while another thread of this process does it and, unless `at_once`, after a failure
+        a moment ago.
+        """
+        if not at_once and time.monotonic() < self._paused_until:
+            return 0
+        lock = self._drain_lock()
+        if not self.is_waiting or not lock.acquire(blocking=False):
             return 0
         try:
-            sent = self.spool.drain(self._deliver_waiting)
-        except (OSError, http.client.HTTPException) as error:
-            if not self._is_closing:
-                self._failed(error)
-            return 0
-        self._waiting = False
-        return sent
+            return self._drain(float("inf"), counts_as_failure=not at_once)
+        finally:
+            lock.release()
 
     def close_soon(self, within_s: float) -> None:
         """The process is about to end: drain no more, and after `within_s` put batches on disk at once."""
         self._closing_at = time.monotonic() + within_s
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """Nothing is held back."""
+        """Send what waits on disk, as often as it takes, without regard to recent failures.
+
+        Returns whether everything that `export` has kept or delivered is at the hub. False: time ran out,
+        or `close_soon` was called; what waits is sent later.
+        """
+        deadline = time.monotonic() + timeout_millis / 1000
+        lock = self._drain_lock()
+        while self.is_waiting:
+            if self._is_closing or not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                return False
+            try:
+                self._drain(deadline, counts_as_failure=False)
+            finally:
+                lock.release()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return not self.is_waiting
+            if self.is_waiting:
+                time.sleep(min(left, _FLUSH_RETRY_S))
         return True
 
     def shutdown(self) -> None:
@@ -212,23 +246,51 @@ class HubExporter(SpanExporter):
     def _is_closing(self) -> bool:
         return self._closing_at != float("inf")
 
-    def _deliver_waiting(self, request: bytes) -> None:
-        if self._is_closing:
-            raise http.client.HTTPException("closing")
-        self._deliver(request)
+    def _own_process(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
 
-    def _deliver(self, request: bytes) -> None:
-        """Post once. Raises OSError or HTTPException if it may work later; counts what never will."""
+    def _drain_lock(self) -> threading.Lock:
+        if self._pid != os.getpid():  # after a fork the lock may be held by a thread that is gone
+            self._own_process()
+        return self._lock
+
+    def _drain(self, deadline: float, *, counts_as_failure: bool) -> int:
+        def send(request: bytes) -> None:
+            left = deadline - time.monotonic()
+            if self._is_closing or left <= 0:
+                raise TimeoutError("no time left")
+            self._deliver(request, min(self.timeout_s, left))
+
+        try:
+            sent = self.spool.drain(send)
+        except (OSError, http.client.HTTPException) as error:
+            if self._is_closing or time.monotonic() >= deadline:
+                return 0
+            if counts_as_failure:
+                self._failed(error)
+            else:
+                self._say(error)
+            return 0
+        if sent:
+            self._paused_until, self._pause_s = float("-inf"), _FIRST_PAUSE_S
+        return sent
+
+    def _deliver(self, request: bytes, timeout_s: float) -> bool:
+        """Post once. Returns False, and counts, if the hub will never take it.
+
+        Raises OSError or HTTPException if it may work later.
+        """
         parts = self._parts
         assert parts.hostname is not None
         connection: http.client.HTTPConnection
         if parts.scheme == "https":
             context = ssl.create_default_context()
             connection = http.client.HTTPSConnection(
-                parts.hostname, parts.port, timeout=self.timeout_s, context=context
+                parts.hostname, parts.port, timeout=timeout_s, context=context
             )
         else:
-            connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=self.timeout_s)
+            connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
         try:
             connection.request("POST", f"{parts.path.rstrip('/')}/v1/traces", request, self._headers)
             response = connection.getresponse()
@@ -236,7 +298,7 @@ class HubExporter(SpanExporter):
         finally:
             connection.close()
         if 200 <= response.status < 300:
-            return
+            return True
         if response.status in _RETRY_LATER or not 400 <= response.status < 500:
             raise http.client.HTTPException(f"status {response.status}")
         self.rejected += 1
@@ -247,10 +309,14 @@ class HubExporter(SpanExporter):
             response.status,
             self.rejected,
         )
+        return False
 
     def _failed(self, error: Exception) -> None:
         self._paused_until = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self._say(error)
+
+    def _say(self, error: Exception) -> None:
         if self._said.due():
             logger.warning(
                 "hub %s does not take spans (%s); they wait in %r", self.url, error, str(self.spool.directory)
@@ -278,3 +344,8 @@ Exporter = SpoolExporter | HubExporter
 
 def _result(good: bool) -> SpanExportResult:
     return SpanExportResult.SUCCESS if good else SpanExportResult.FAILURE
+
+
+def _span_count(request: bytes) -> int:
+    resources = ExportTraceServiceRequest.FromString(request).resource_spans
+    return sum(len(scope.spans) for resource in resources for scope in resource.scope_spans)

@@ -14,6 +14,7 @@ import multiprocessing.util as multiprocessing_util
 import os
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -82,12 +83,16 @@ def init(
 def flush(timeout_s: float = 10.0) -> bool:
     """Wait until what was recorded is where it belongs: at the hub, or in the spool of the store's file.
 
-    Returns False if time ran out, or if the hub does not answer: then it waits on disk, to be sent later.
+    While a hub does not take spans it is tried again until time runs out. Returns False if something is
+    not there by then: it waits on disk, to be sent later.
     """
     current = runtime.active()
     if current is None:
         return True
-    return current.worker.flush(timeout_s) and not current.worker.exporter.is_waiting
+    deadline = time.monotonic() + timeout_s
+    if not current.worker.flush(timeout_s):
+        return False
+    return current.worker.exporter.force_flush(max(0, int(1000 * (deadline - time.monotonic()))))
 
 
 def shutdown(timeout_s: float = 10.0) -> bool:
@@ -171,6 +176,8 @@ def _at_exit() -> None:
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> Any:
-    flush(EXIT_TIMEOUT_S)
+    current = runtime.active()
+    if current is not None:
+        current.worker.flush(EXIT_TIMEOUT_S)  # to the hub or to disk: the process need not wait for the hub
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -59,10 +59,10 @@ app.command(
 app.command(
     "gateway", rich_help_panel=SERVE, epilog="Example: spangrad gateway --engine http://127.0.0.1:8000"
 )(services.gateway)
-app.command("serve", rich_help_panel=SERVE, epilog="Example: spangrad serve models/small --port 8000")(
+app.command("serve", rich_help_panel=SERVE, epilog="Example: spangrad serve models/policy --port 8000")(
     services.serve
 )
-app.command("up", rich_help_panel=SERVE, epilog="Example: spangrad up models/small")(services.up)
+app.command("up", rich_help_panel=SERVE, epilog="Example: spangrad up models/policy")(services.up)
 app.command("train", rich_help_panel=TRAIN, epilog="Example: spangrad train run.toml --set learner.lr=1e-5")(
     training.train
 )

@@ -75,8 +75,8 @@ def test_a_hub_that_comes_back_gets_what_waited(model: ModelServer, hub: HubServ
     hub.status = 503
     spangrad.init(store=hub.url, spool_dir=tmp_path / "spool")
     ask(model, "early")
-    assert not spangrad.flush()
-    assert hub.refused == 1
+    assert not spangrad.flush(0.5)
+    assert hub.refused > 0
     hub.status = 200
     ask(model, "late")
     wait_until(lambda: prompts(hub) == ["early", "late"])
@@ -88,7 +88,7 @@ def test_a_refusal_for_good_is_dropped_and_counted_and_holds_up_nothing(
 ) -> None:
     exporter = HubExporter(hub.url, spool_dir=tmp_path / "spool")
     hub.status = 400
-    assert exporter.export_request(b"")
+    assert not exporter.export_request(b"")
     assert (exporter.rejected, exporter.dropped) == (1, 1)
     hub.status = 200
     assert exporter.export_request(b"")

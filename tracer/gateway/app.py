@@ -8,6 +8,7 @@ Only recorded routes are passed on, and reads below /v1: an agent never reaches 
 engine's control plane (pause, weight update, sleep), which vLLM leaves unguarded.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -82,7 +83,9 @@ def create_app(config: GatewayConfig, *, exporter: SpanExporter | None = None) -
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        draining = asyncio.create_task(services.recorder.drain_while_waiting())
         yield
+        draining.cancel()
         await services.recorder.close()
         await client.aclose()
         if services.raw_log is not None:
@@ -227,11 +230,20 @@ class _Operator:
         )
 
     async def flush(self, request: Request) -> Response:
-        """Answer when the spans of all calls that have ended are handed over."""
-        if not is_operator(request, self._services.config):
+        """Answer when the spans of all calls that have ended are in the store; 503 if some still wait."""
+        config, recorder = self._services.config, self._services.recorder
+        if not is_operator(request, config):
             return _not_an_operator()
-        await self._services.recorder.flush()
-        return JSONResponse({"spans": self._services.recorder.counts()})
+        if await recorder.flush(config.flush_timeout_s):
+            return JSONResponse({"spans": recorder.counts()})
+        counts = recorder.counts()
+        waiting = max(1, counts["waiting"])
+        message = (
+            f"after {config.flush_timeout_s:g} s at least {waiting} spans of ended calls are not in the "
+            f"store {config.store!r}; they are kept and sent as soon as it takes them, so check that it "
+            "runs and flush again"
+        )
+        return JSONResponse({"waiting": waiting, "message": message, "spans": counts}, 503)
 
     async def refresh(self, request: Request) -> Response:
         """Forget the known policy version: weights were published."""

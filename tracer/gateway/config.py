@@ -45,6 +45,8 @@ class GatewayConfig:
     """How old, in seconds, the known policy version may be when a call starts, before it is asked again."""
     version_timeout_s: float = 5.0
     """Longest wait for the engine's policy version, in seconds; then it is unknown."""
+    flush_timeout_s: float = 20.0
+    """Longest wait of `POST /spangrad/flush` for the spans of ended calls to be in the store, in seconds."""
     spool_dir: Path | None = None
     """Folder where spans wait while the hub is down; None: the exporter's default."""
     raw_log: Path | None = None
@@ -64,7 +66,7 @@ class GatewayConfig:
             )
         if self.agent_key == "":
             raise ConfigError("gateway.agent_key is empty; leave it out or give a key")
-        for name in ("request_timeout_s", "version_timeout_s"):
+        for name in ("request_timeout_s", "version_timeout_s", "flush_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"gateway.{name} is {getattr(self, name)!r}; expected seconds above 0")
         if not self.version_ttl_s >= 0:

@@ -4,8 +4,9 @@ A call's span ends in a background task after the client has its reply, because 
 policy version has to be asked again. `flush` waits for those tasks and then for the
 exporter.
 
-Invariants: a span is exported once or counted as dropped; the exporter's queue never
-overflows unseen; recording never raises into a call.
+Invariants: a span is exported once or counted as dropped; what waits on disk for a hub is
+not counted as exported, and is sent without a call or a flush once the hub takes it; the
+exporter's queue never overflows unseen; recording never raises into a call.
 
 Knows OpenTelemetry. Knows no HTTP and no model calls.
 """
@@ -27,6 +28,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from spangrad.errors import ConfigError
 from spangrad.tracer.conventions import SCOPE_GATEWAY
+from spangrad.tracer.exporter import HubExporter
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,10 @@ MAX_QUEUE = 16_384
 BATCH = 256
 SCHEDULE_DELAY_MS = 100.0
 WARN_EVERY_S = 30.0
+DRAIN_EVERY_S = 1.0
+"""How often spans that wait on disk are offered to the hub."""
+CLOSE_S = 5.0
+"""After it, spans of a gateway that stops go to disk without a try to deliver them."""
 
 _propagator = TraceContextTextMapPropagator()
 
@@ -123,27 +129,46 @@ class SpanRecorder:
         self._ended += 1
         span.end(end_time=end_ns)
 
-    async def flush(self) -> None:
-        """Return when the spans of all calls that have ended are with the exporter."""
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait until the spans of all calls that have ended are where the exporter brings them.
+
+        Returns False if that takes longer than `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
         if self._open:
-            await asyncio.wait(set(self._open))
-        await asyncio.to_thread(self._provider.force_flush)
-        await asyncio.to_thread(self._exporter.force_flush)
+            _, late = await asyncio.wait(set(self._open), timeout=timeout_s)
+            if late:
+                return False
+        return await asyncio.to_thread(self._flush_exporter, deadline)
+
+    async def drain_while_waiting(self) -> None:
+        """Offer the hub what waits on disk, again and again; ends when it is cancelled."""
+        while True:
+            await asyncio.sleep(DRAIN_EVERY_S)
+            try:
+                await asyncio.to_thread(self._exporter.drain)
+            except Exception:  # boundary: it must go on whatever happened
+                logger.exception("spans that wait on disk could not be sent")
 
     async def close(self) -> None:
         """Flush, then shut the exporter down."""
+        self._exporter.close_soon(CLOSE_S)
         while self._tasks:
             await asyncio.wait(self._tasks)
         await asyncio.to_thread(self._provider.shutdown)
 
     def counts(self) -> dict[str, int]:
-        """Spans that were exported, dropped, and that are still waiting."""
-        exported, refused = self._exporter.exported, self._exporter.refused
+        """Spans that are in the store, dropped, and that are still waiting, in memory or on disk."""
+        accepted, refused, on_disk = self._exporter.accepted, self._exporter.refused, self._exporter.on_disk
         return {
-            "exported": exported,
+            "exported": max(0, accepted - on_disk),
             "dropped": self._dropped + refused,
-            "waiting": self._ended - exported - refused,
+            "waiting": self._ended - accepted - refused + on_disk,
         }
+
+    def _flush_exporter(self, deadline: float) -> bool:
+        self._provider.force_flush()  # what the hub does not take goes to disk, soon
+        return self._exporter.force_flush(max(0, int(1000 * (deadline - time.monotonic()))))
 
     def _drop(self, reason: str, *, exc_info: bool = False) -> None:
         self._dropped += 1
@@ -164,8 +189,21 @@ class _CountingExporter(SpanExporter):
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
         self.taken = 0
-        self.exported = 0
+        self.accepted = 0
+        """Spans that were delivered or kept on disk."""
         self.refused = 0
+
+    @property
+    def on_disk(self) -> int:
+        return self._exporter.waiting if isinstance(self._exporter, HubExporter) else 0
+
+    def drain(self) -> None:
+        if isinstance(self._exporter, HubExporter):
+            self._exporter.drain(at_once=True)
+
+    def close_soon(self, within_s: float) -> None:
+        if isinstance(self._exporter, HubExporter):
+            self._exporter.close_soon(within_s)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.taken += len(spans)
@@ -175,13 +213,14 @@ class _CountingExporter(SpanExporter):
             logger.exception("%s failed to export %d spans", type(self._exporter).__name__, len(spans))
             result = SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
-            self.exported += len(spans)
+            self.accepted += len(spans)
         else:
             self.refused += len(spans)
         return result
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return self._exporter.force_flush(timeout_millis)
+        # the SDK's base class answers None: nothing is held back
+        return self._exporter.force_flush(timeout_millis) is not False
 
     def shutdown(self) -> None:
         self._exporter.shutdown()

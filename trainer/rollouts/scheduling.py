@@ -163,6 +163,8 @@ def _flush_gateway(worker: WorkerConfig) -> None:
     url = f"{worker.gateway_url}/spangrad/flush"
     headers = {"authorization": f"Bearer {worker.agent_key}"} if worker.agent_key else {}
     try:
-        httpx.post(url, headers=headers, timeout=60.0).raise_for_status()
+        reply = httpx.post(url, headers=headers, timeout=60.0)
     except httpx.HTTPError as error:
         raise RolloutError(f"the gateway could not hand over its spans at {url}: {error}") from error
+    if reply.status_code != 200:
+        raise RolloutError(f"the gateway could not hand over its spans at {url}: {reply.text[:500]}")

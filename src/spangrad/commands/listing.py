@@ -15,12 +15,16 @@ from spangrad.commands.options import (
     RunOption,
     StoreOption,
     opened,
+    require,
 )
 from spangrad.commands.output import note, print_json, print_rows
-from spangrad.errors import StoreError
+from spangrad.commands.traces import calls_without_rollout, clone_traces, renderer
+from spangrad.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
+    from spangrad.adapters.model_call import ModelCall
     from spangrad.credit.assign import CreditConfig
+    from spangrad.credit.pipeline import CreditedBatch, Render
     from spangrad.store.base import Store
     from spangrad.store.records import Reward, Rollout
 
@@ -74,6 +78,8 @@ def calls(
     key: KeyOption = None,
     rollout: RolloutsOption = None,
     run: RunOption = None,
+    split: SplitOption = None,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Only the newest so many calls; 0: all.")] = 50,
     as_json: JsonOption = False,
 ) -> None:
     """List model calls with the grade that says what each may train, and why not more.
@@ -81,13 +87,13 @@ def calls(
     With --json: messages, tools, token ids, logprobs and policy version of
     each call.
     """
-    from spangrad.adapters.calls import call_to_json, calls_of
+    from spangrad.adapters.calls import call_to_json
 
     with opened(store, key) as opened_store:
-        wanted = (
-            rollout if rollout or run is None else [r.rollout_id for r in opened_store.rollouts(run_id=run)]
-        )
-        found = [call_to_json(call) for call in calls_of(opened_store, wanted)]
+        every = _calls(opened_store, rollout, run, split)
+    found = [call_to_json(call) for call in (every[-limit:] if limit else every)]
+    if left_out := len(every) - len(found):
+        note(f"the newest {len(found)} of {len(every)} calls, {left_out} left out; --limit 0 lists all")
     if as_json:
         print_json(found)
         return
@@ -128,38 +134,58 @@ def transitions(
     clone: Annotated[
         bool, typer.Option("--clone", help="Without rewards: advantage 1 everywhere, as cloning has it.")
     ] = False,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            "--tokenizer",
+            help="With --clone: model folder whose chat template gives calls of grade text their token ids.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the training rows of rollouts: token ids, action mask, advantages, loss weight, segments.
 
     Advantages compare a rollout with its whole group, also where only one
     member is asked for. The action mask is true exactly where the policy
-    sampled the token. What is not trained is counted with its reason.
+    sampled the token. What is not trained is counted with its reason. Calls
+    that name no rollout, such as ingested ones, can be cloned: with --clone,
+    each of their traces counts as a rollout, if no rollouts are asked for.
     """
     from spangrad.credit import row_to_json
     from spangrad.credit.pipeline import credited_rows
+    from spangrad.credit.transitions import weigh
 
+    render = _render(tokenizer, clone=clone)
+    grade = min_grade if render is None else "text"
     credit, authors = _credit_settings(config)
     with opened(store, key) as opened_store:
         wanted = opened_store.rollouts(rollout_ids=rollout, run_id=run, split=split)
-        if not wanted:
-            raise StoreError(f"no such rollout in {store!r}; `spangrad rollouts` lists what is there")
+        stray: list[ModelCall] = []
+        if not (rollout or run or split) and (clone or not wanted):
+            stray = calls_without_rollout(opened_store)
+        if not wanted and not (stray and clone):
+            raise StoreError(_nothing_to_show(store, stray))
         batch = credited_rows(
             opened_store,
             wanted if clone else _with_groups(opened_store, wanted),
             None if clone else credit,
-            min_grade=min_grade,
+            min_grade=grade,
             authors=author or authors,
+            render=render,
         )
-    ids = {found.rollout_id for found in wanted}
-    rows = [row_to_json(row) for row in batch.rows if row.rollout_id in ids]
+        batches = [batch]
+        if stray:
+            batches.append(clone_traces(opened_store, stray, min_grade=grade, render=render))
+    every = [row for one in batches for row in one.rows]
+    if stray:
+        every = weigh(every)
+    ids = {found.rollout_id for found in wanted} | {call.trace_id for call in stray}
+    rows = [row_to_json(row) for row in every if row.rollout_id in ids]
     if as_json:
         print_json(rows)
     else:
         print_rows(_TRANSITION_COLUMNS, [_summary(row) for row in rows], right=_TRANSITION_COLUMNS[1:-1])
-    reasons = Counter(refused.reason for refused in batch.refused if refused.rollout_id in ids)
-    for reason, count in reasons.most_common():
-        note(f"not trained, {count}x: {reason}")
+    _tell_refused(batches, ids, render)
 
 
 _TRANSITION_COLUMNS: Final = (
@@ -172,6 +198,56 @@ _TRANSITION_COLUMNS: Final = (
     "loss_weight",
     "grade",
 )
+
+
+def _calls(
+    store: "Store", rollout: Sequence[str] | None, run: str | None, split: str | None
+) -> "list[ModelCall]":
+    """Calls of the rollouts that fit, oldest first; without a filter, all calls of the store."""
+    from spangrad.adapters.calls import calls_of
+
+    wanted = rollout
+    if run is not None or split is not None:
+        found = store.rollouts(rollout_ids=rollout, run_id=run, split=split)
+        wanted = [one.rollout_id for one in found]
+        if not wanted:
+            return []
+    return calls_of(store, wanted)
+
+
+def _render(tokenizer: Path | None, *, clone: bool) -> "Render | None":
+    if tokenizer is None:
+        return None
+    if not clone:
+        raise ConfigError("--tokenizer is for --clone only: calls without the engine's ids can't be credited")
+    require("`spangrad transitions --tokenizer`", "train")
+    return renderer(tokenizer)
+
+
+def _nothing_to_show(store: str, stray: "Sequence[ModelCall]") -> str:
+    if stray:
+        return (
+            f"{len(stray)} model calls in {store!r} belong to no rollout and have no reward;"
+            " `spangrad transitions --clone` takes each of their traces as a rollout"
+        )
+    return f"no such rollout in {store!r}; `spangrad rollouts` lists what is there"
+
+
+def _tell_refused(batches: "Sequence[CreditedBatch]", ids: set[str], render: "Render | None") -> None:
+    """Say what is not trained, and what would make rows of calls that are only text."""
+    from spangrad.adapters.model_call import Grade
+
+    refused = [one for batch in batches for one in batch.refused if one.rollout_id in ids]
+    for reason, count in Counter(one.reason for one in refused).most_common():
+        note(f"not trained, {count}x: {reason}")
+    names = {one.call_id for one in refused}
+    read = [call for batch in batches for call in batch.calls if call.call_id in names]
+    texts = sum(call.grade is Grade.TEXT for call in read)
+    if texts and render is None:
+        note(
+            f"{texts} calls have no token ids, and only a tokenizer can make rows of them:"
+            " --clone --tokenizer MODEL_FOLDER renders them with the chat template in that folder"
+        )
 
 
 def _credit_settings(config: Path | None) -> "tuple[CreditConfig, Sequence[str]]":

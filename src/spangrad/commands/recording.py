@@ -4,14 +4,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from spangrad.commands.options import DEFAULT_STORE, JsonOption, KeyOption, StoreOption, opened
-from spangrad.commands.output import note, print_json, print_rows
+from spangrad.commands.output import cell, note, print_json, print_rows
+from spangrad.errors import DialectError
+
+if TYPE_CHECKING:
+    from spangrad.adapters.ingest import IngestReport
 
 _BROKEN_SHOWN: Final = 10
+_SCOPES_SHOWN: Final = 8
 
 
 def run(
@@ -48,6 +53,10 @@ def ingest(
 ) -> None:
     """Read traces that another tool exported, and say what each call is good for.
 
+    Calls are read that follow OpenTelemetry's GenAI conventions, 1.37 and
+    later, with messages as JSON attributes, and spangrad's own. All spans
+    are stored as they are; calls told in another way are only counted.
+
     Every model call gets a grade (exact, ids, text, unusable) and the
     reasons why it is not better. Reading a file twice stores it once.
     """
@@ -57,7 +66,19 @@ def ingest(
         found = ingest_files(paths, target, progress=progress)
     if as_json:
         print_json([found.to_json()])
-        return
+    if found.files and found.broken_files == found.files:
+        first = found.broken[0]
+        raise DialectError(
+            f"nothing could be read from {', '.join(map(str, paths))}: {first.path}:{first.line}:"
+            f" {first.reason}; expected OTLP traces as JSON, JSON lines or protobuf"
+        )
+    if not as_json:
+        _print_report(found)
+    if not found.calls:
+        _tell_no_calls(found)
+
+
+def _print_report(found: "IngestReport") -> None:
     rows: list[dict[str, Any]] = []
     for name, value in found.to_json().items():
         name = name.removeprefix("by_")
@@ -70,6 +91,20 @@ def ingest(
         note(f"broken: {line.path}:{line.line}: {line.reason}")
     if len(found.broken) > _BROKEN_SHOWN:
         note(f"broken: {len(found.broken) - _BROKEN_SHOWN} more; --json lists all")
+
+
+def _tell_no_calls(found: "IngestReport") -> None:
+    scopes = sorted(found.by_scope.items(), key=lambda scope: -scope[1])
+    shown = ", ".join(f"{cell(name) or 'no name'} ({count})" for name, count in scopes[:_SCOPES_SHOWN])
+    others = len(scopes) - _SCOPES_SHOWN
+    seen = f" of these scopes: {shown}{f' and {others} more' if others > 0 else ''}" if scopes else ""
+    unread = sum(found.by_dialect.values())
+    calls = f"; {unread} of them are model calls in a dialect that is not read" if unread else ""
+    note(
+        f"no model call could be read from {found.spans} spans{seen}{calls}."
+        " Read are OpenTelemetry GenAI with JSON attributes (semantic conventions 1.37 and later)"
+        " and spangrad's own spans; the rest is stored"
+    )
 
 
 @contextmanager

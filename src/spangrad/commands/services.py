@@ -126,6 +126,8 @@ def serve(
 ) -> None:
     """Serve a model with vLLM, set up for recording and for weight updates.
 
+    A model folder is any Hugging Face folder with a chat template that vLLM
+    can serve; `spangrad demo` leaves its own in .spangrad/policies.
     Listens on 127.0.0.1. Put `spangrad gateway` in front of it to record,
     or use `spangrad up` for both.
     """
@@ -159,7 +161,10 @@ def serve(
 
 def up(
     model: Annotated[
-        str | None, typer.Argument(help="Model folder; without one, hub and gateway only.")
+        str | None,
+        typer.Argument(
+            help="Model folder; without one, hub and gateway only, for a vLLM server at --engine."
+        ),
     ] = None,
     engine: Annotated[
         str | None, typer.Option("--engine", help="Address of a vLLM server that runs already.")
@@ -178,7 +183,9 @@ def up(
 ) -> None:
     """Start hub, gateway and engine together on this machine, and keep them running.
 
-    Says which base URL and key an agent needs.
+    A model folder is any Hugging Face folder with a chat template that vLLM
+    can serve; `spangrad demo` leaves its own in .spangrad/policies. Says
+    which base URL and key an agent needs.
     """
     if is_hub(store):
         raise ConfigError(

@@ -18,9 +18,6 @@ from spangrad.commands.output import print_json, print_rows
 if TYPE_CHECKING:
     from spangrad.trainer.doctor import Check
 
-if TYPE_CHECKING:
-    from spangrad.trainer.doctor import Check
-
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the config."),
@@ -34,7 +31,8 @@ def train(
 
     Needs a running hub and gateway (`spangrad up`). The same command
     continues a run that was interrupted, however it was: nothing is trained
-    twice or skipped.
+    twice or skipped. The config names a model folder (`serving.model`), the
+    one that `spangrad up` serves; examples/02_calculator has a config.
     """
     require("`spangrad train`", "train")
     from spangrad.trainer.config import load_config
@@ -54,7 +52,11 @@ def demo(
         int | None, typer.Option("--updates", min=1, help="Updates; else as demo.toml says.")
     ] = None,
     example: Annotated[
-        str | None, typer.Option("--example", help="Folder with a demo.toml; else the text-to-SQL example.")
+        str | None,
+        typer.Option(
+            "--example",
+            help="Folder with a demo.toml, such as examples/02_calculator; else the text-to-SQL example.",
+        ),
     ] = None,
     folder: Annotated[
         str, typer.Option("--folder", help="Stores, reports and logs go here.")
