@@ -74,6 +74,17 @@ def free_port(host: str = "127.0.0.1") -> int:
     raise PortInUseError(f"{host} has no free port between 20000 and 32000")
 
 
+def end_group(process: "subprocess.Popen[bytes]", timeout_s: float) -> None:
+    """End a child that leads its own group: SIGTERM, wait, then SIGKILL for all of the group."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout_s)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 class Service:
     """One child process with a log file and a URL that answers when it is ready."""
 
@@ -137,15 +148,8 @@ class Service:
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the child: SIGTERM, then SIGKILL for its whole group."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout_s)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if process is not None:
+            end_group(process, timeout_s)
 
     def __enter__(self) -> "Service":
         """Start and wait until ready."""

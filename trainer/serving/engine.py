@@ -10,7 +10,6 @@ start. Does not know what is served: publishing is `publish.py`, recording is th
 * The address is not protected: vLLM's control endpoints take no key. Keep it on loopback.
 """
 
-import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -27,7 +26,7 @@ from pathlib import Path
 import httpx
 
 from spangrad.errors import ConfigError, EngineError
-from spangrad.trainer.processes import QUIET_ENV, die_with_parent, require_free_port
+from spangrad.trainer.processes import QUIET_ENV, die_with_parent, end_group, require_free_port
 from spangrad.trainer.serving.vllm_plugin import BACKEND
 from spangrad.trainer.serving.weight_files import check_model_folder
 
@@ -214,15 +213,8 @@ class Engine:
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the server: SIGTERM, then SIGKILL for its whole process group."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout_s)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if process is not None:
+            end_group(process, timeout_s)
 
     def log_tail(self, lines: int = 20) -> str:
         """Last lines that this start wrote to the log."""
