@@ -150,7 +150,7 @@ def test_no_block_of_the_prefix_cache_outlives_the_weights(
 def test_streams_that_run_while_weights_change_all_finish_and_know_their_versions(
     engine: Engine, served_model: Path, tmp_path: Path
 ) -> None:
-    old, tokens = served_model / "model.safetensors", 500
+    old, tokens = served_model / "model.safetensors", 900
     new = moved_weights(served_model, tmp_path / "new.safetensors", seed=4)
     prompts = random_rows(8, 30, seed=4)
     publish(engine.url, old, 41)
@@ -166,11 +166,13 @@ def test_streams_that_run_while_weights_change_all_finish_and_know_their_version
     rows = [stream.prompt + stream.ids for stream in streams]
     learner = {v: learner_logprobs(served_model, file, rows) for v, file in (("41", old), ("42", new))}
     for index, stream in enumerate(streams):
-        assert [span["version"] for span in stream.versions] == ["41", "42"]
+        # On a busy machine a stream may end before the publish begins.
+        assert [span["version"] for span in stream.versions] in (["41", "42"], ["41"])
         for span in stream.versions:
             expected = learner[span["version"]][index][len(stream.prompt) - 1 :]
             gaps = np.abs(expected - stream.logprobs)[span["start"] : span["end"]]
             assert gaps.size and gaps.max() < 1e-3
+    assert any(len(stream.versions) == 2 for stream in streams)
 
 
 @pytest.mark.parametrize("damage", ["other names", "other shape", "truncated", "missing"])
