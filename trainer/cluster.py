@@ -33,10 +33,9 @@ def start_ray(address: str | None = None) -> None:
 
 def start_learner(config: LearnerConfig) -> Any:
     """The learner as a Ray actor in a process of its own; errors while loading surface at the first call."""
-    threads = str(config.threads)
     actor = ray.remote(Learner).options(
         num_cpus=1,
-        runtime_env={"env_vars": {**QUIET_ENV, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}},
+        runtime_env={"env_vars": {**QUIET_ENV, "OMP_NUM_THREADS": str(config.threads)}},
     )
     return actor.remote(config)
 

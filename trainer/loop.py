@@ -1,10 +1,9 @@
 """The training loop: rollouts -> credit -> update -> checkpoint -> commit -> publish.
 
     with Run(config) as run:
-        run.resume()
         while run.update_index < config.run.updates:
-            batch = run.collect()
-            run.learn(batch)
+            batch, rollouts, metrics = run.collect()
+            run.learn(batch, rollouts, metrics)
             run.publish()
 
 Exactly once. An update becomes real in this order: (1) the learner's state after it,

@@ -106,18 +106,12 @@ class AgentProcess:
                 f"the agent {config.function!r} could not be started: {last_line(log)} (log: {log})"
             )
 
-    def is_alive(self) -> bool:
-        """True while the process runs."""
-        return self._process.poll() is None
-
     def send(self, request: dict[str, Any]) -> None:
         """Send one request; a dead process is noticed by `receive`."""
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass
 
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
         """Next reply, or None; `{"exit": text}` when the process has ended."""
