@@ -63,7 +63,7 @@ def run_command(
     except OSError as error:
         return _refuse(f"{argv[0]!r} can't be executed: {error.strerror or error}", NOT_EXECUTABLE)
     finally:
-        setup.flush()
+        setup.flush(setup.EXIT_TIMEOUT_S)
     return code
 
 

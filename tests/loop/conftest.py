@@ -1,12 +1,15 @@
 """A running hub and gateway in front of the shared engine, and configs for runs against them."""
 
+import contextlib
 import dataclasses
+import json
 import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +20,7 @@ from spangrad.trainer.serving.engine import Engine
 from spangrad.trainer.up import Stack, UpConfig
 
 HERE = Path(__file__).parent
+RAW_LOG = "engine_replies.jsonl"
 
 
 @dataclasses.dataclass
@@ -75,11 +79,15 @@ class Ground:
             text=True,
         )
 
+    def raw_replies(self) -> list[dict[str, Any]]:
+        """The engine's replies as the gateway got them, those that are no completion left out."""
+        lines = map(json.loads, (self.folder / RAW_LOG).read_text().splitlines())
+        return [line for line in lines if "choices" in (line["response"] or {})]
 
-@pytest.fixture(scope="session")
-def ground(engine: Engine, served_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+
+@contextlib.contextmanager
+def open_ground(engine: Engine, model: Path, folder: Path) -> Iterator[Ground]:
     """Hub and gateway with keys, the raw replies of the engine kept."""
-    folder = tmp_path_factory.mktemp("ground")
     config = UpConfig(
         model=None,
         folder=str(folder),
@@ -87,14 +95,21 @@ def ground(engine: Engine, served_model: Path, tmp_path_factory: pytest.TempPath
         hub_port=free_port(),
         gateway_port=free_port(),
         engine_url=engine.url,
-        raw_log=str(folder / "engine_replies.jsonl"),
+        raw_log=str(folder / RAW_LOG),
     )
     with Stack(config) as stack:
         stack.start_hub()
         stack.start_gateway()
         store = open_store(stack.hub_url, stack.keys.trainer)
-        yield Ground(stack, engine, served_model, folder, store)
+        yield Ground(stack, engine, model, folder, store)
         store.close()
+
+
+@pytest.fixture(scope="session")
+def ground(engine: Engine, served_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    """A ground that the tests of a session share."""
+    with open_ground(engine, served_model, tmp_path_factory.mktemp("ground")) as shared:
+        yield shared
 
 
 def end(process: "subprocess.Popen[str]", timeout_s: float = 180) -> tuple[int, str, str]:

@@ -51,7 +51,7 @@ def work(hub, tmp_path, tasks, *, function="run", reward="reward", timeout_s=60.
         timeout_s=timeout_s,
         temperature=1.0,
         log=str(tmp_path / "agent.log"),
-        check_engine=False,
+        has_gateway=False,
     )
     worker = RolloutWorker()
     try:

@@ -1,6 +1,5 @@
 """The whole loop against a real hub, gateway and vLLM, and what happens when its trainer is killed."""
 
-import json
 import random
 import signal
 from collections import Counter
@@ -42,14 +41,12 @@ def test_a_run_makes_its_updates_and_serves_the_last_version(ground, finished_ru
 def test_every_update_reports_a_gap_below_two_hundredths_of_a_nat(ground, finished_run):
     for update in ground.store.updates("finished"):
         assert update.metrics["gap/mean"] < 0.02
-        assert update.metrics["gap/published_mean"] < 0.02 if "gap/published_mean" in update.metrics else True
         assert update.metrics["data/staleness_mean"] == 0
 
 
 def test_masks_cover_exactly_what_the_engine_sampled(ground, finished_run):
-    raw = (ground.folder / "engine_replies.jsonl").read_text().splitlines()
     sampled: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    for line in map(json.loads, raw):
+    for line in ground.raw_replies():
         reply = line["response"]
         sampled.setdefault(line["rollout_id"], []).append(
             (tuple(reply["prompt_token_ids"]), tuple(reply["choices"][0]["token_ids"]))

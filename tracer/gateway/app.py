@@ -9,6 +9,7 @@ engine's control plane (pause, weight update, sleep), which vLLM leaves unguarde
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -68,6 +69,7 @@ def create_app(config: GatewayConfig, *, exporter: SpanExporter | None = None) -
         trust_env=False,
     )
     services = Services(
+        instance=secrets.token_hex(8),
         config=config,
         client=client,
         versions=VersionWatch(
@@ -217,6 +219,7 @@ class _Operator:
         latest = services.versions.latest
         return JSONResponse(
             {
+                "instance": services.instance,
                 "engine": {
                     "url": services.config.engine_url,
                     "reachable": reachable,
@@ -235,7 +238,7 @@ class _Operator:
         if not is_operator(request, config):
             return _not_an_operator()
         if await recorder.flush(config.flush_timeout_s):
-            return JSONResponse({"spans": recorder.counts()})
+            return JSONResponse({"instance": self._services.instance, "spans": recorder.counts()})
         counts = recorder.counts()
         waiting = max(1, counts["waiting"])
         message = (
@@ -243,7 +246,8 @@ class _Operator:
             f"store {config.store!r}; they are kept and sent as soon as it takes them, so check that it "
             "runs and flush again"
         )
-        return JSONResponse({"waiting": waiting, "message": message, "spans": counts}, 503)
+        reply = {"waiting": waiting, "message": message, "spans": counts}
+        return JSONResponse({"instance": self._services.instance, **reply}, 503)
 
     async def refresh(self, request: Request) -> Response:
         """Forget the known policy version: weights were published."""

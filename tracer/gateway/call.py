@@ -62,6 +62,8 @@ class Counts:
 class Services:
     """What every call shares."""
 
+    instance: str
+    """Another one after every start: spans that a gateway had not handed over died with it."""
     config: GatewayConfig
     client: httpx.AsyncClient
     versions: VersionWatch

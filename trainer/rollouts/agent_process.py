@@ -48,7 +48,7 @@ class WorkerConfig:
     policy_version: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     engine_wait_s: float = 180.0
-    check_engine: bool = True
+    has_gateway: bool = True
     """False: `gateway_url` is no gateway but some other server that speaks OpenAI's API (an expert, say)."""
 
     @property
@@ -62,7 +62,7 @@ class WorkerConfig:
     def recording(self, *, run_id: str, url: str) -> "WorkerConfig":
         """The same worker for rollouts of another run against another server."""
         return replace(
-            self, run_id=run_id, gateway_url=url.removesuffix("/v1"), engine_url=None, check_engine=False
+            self, run_id=run_id, gateway_url=url.removesuffix("/v1"), engine_url=None, has_gateway=False
         )
 
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import httpx
 import ray
 
 from spangrad.errors import RolloutError
 from spangrad.store.base import Store
+from spangrad.store.keys import Keys
 from spangrad.store.records import Rollout, RolloutStatus
 from spangrad.trainer.cluster import wait_for
 from spangrad.trainer.config import TrainConfig
@@ -28,12 +28,17 @@ ENDED = (RolloutStatus.SUCCEEDED, RolloutStatus.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
-    """Bearer keys of the three roles; None on a hub without keys."""
+class RunKeys:
+    """The keys that a run uses, one a role; None on a hub without keys."""
 
     agent: str | None = None
     evaluator: str | None = None
     trainer: str | None = None
+
+    @classmethod
+    def of(cls, keys: Keys) -> "RunKeys":
+        """All three keys of a hub."""
+        return cls(agent=keys.agent, evaluator=keys.evaluator, trainer=keys.trainer)
 
 
 def update_rollouts(
@@ -58,7 +63,7 @@ def update_rollouts(
 
 def worker_config(
     config: TrainConfig,
-    keys: Keys,
+    keys: RunKeys,
     *,
     split: str,
     temperature: float,
@@ -116,8 +121,6 @@ def run_rollouts(
         if on_progress is not None:
             on_progress(len(ended) - len(waiting), len(ids))
         if not waiting:
-            if worker.check_engine:
-                _flush_gateway(worker)
             return ended, reports
         if not any(_is_claimable(rollout) for rollout in waiting):
             time.sleep(0.2)
@@ -156,15 +159,3 @@ def _is_claimable(rollout: Rollout) -> bool:
     if rollout.status is RolloutStatus.QUEUED:
         return True
     return rollout.lease_until_ns is not None and rollout.lease_until_ns < time.time_ns()
-
-
-def _flush_gateway(worker: WorkerConfig) -> None:
-    """Have the gateway hand over the spans of all ended calls before anybody reads them."""
-    url = f"{worker.gateway_url}/spangrad/flush"
-    headers = {"authorization": f"Bearer {worker.agent_key}"} if worker.agent_key else {}
-    try:
-        reply = httpx.post(url, headers=headers, timeout=60.0)
-    except httpx.HTTPError as error:
-        raise RolloutError(f"the gateway could not hand over its spans at {url}: {error}") from error
-    if reply.status_code != 200:
-        raise RolloutError(f"the gateway could not hand over its spans at {url}: {reply.text[:500]}")

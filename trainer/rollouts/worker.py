@@ -4,7 +4,8 @@ A worker is a Ray actor. It holds the evaluator's key and starts the agent in a 
 process (`spangrad.trainer.rollouts.agent_host`) that holds the agent's key only. Grading
 happens here, after the rollout has ended.
 
-* A rollout is finished only after its spans are durable in the store.
+* A rollout is finished only after its spans are durable in the store, the agent's and the gateway's.
+* A gateway that was restarted in mid-rollout may have lost calls: the attempt is run again.
 * A failed or overdue attempt is requeued while attempts are left; half a rollout is
   never marked as succeeded.
 * A reward function that raises gives no reward, not 0; it is counted.
@@ -24,12 +25,13 @@ from typing import Any
 
 import httpx
 
-from spangrad.errors import EngineError, LeaseLostError
+from spangrad.errors import LeaseLostError
 from spangrad.store import open_store
 from spangrad.store.base import Store
 from spangrad.store.records import Reward, Rollout, RolloutStatus
 from spangrad.trainer.plugins import load_callable
 from spangrad.trainer.rollouts.agent_process import AgentProcess, WorkerConfig
+from spangrad.trainer.rollouts.gateway_client import flush, wait_for_engine
 from spangrad.trainer.serving.publish import served_version
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,17 @@ class WorkerReport:
     """Text of the first failure or reward error, for the person who looks."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """A claimed rollout."""
+
+    rollout: Rollout
+    until: float
+    """When it is overdue, on the monotonic clock."""
+    gateway: str | None
+    """Instance of the gateway when it began."""
+
+
 class RolloutWorker:
     """Runs queued rollouts until none is left to claim; keeps the agent's process for the next time.
 
@@ -78,11 +91,14 @@ class RolloutWorker:
         self._reward: Callable[..., Any] | None = (
             load_callable(config.reward, config.base_dir) if config.reward else None
         )
-        self._running: dict[str, tuple[Rollout, float]] = {}
-        self._ended: dict[str, tuple[Rollout, dict[str, Any]]] = {}
+        self._running: dict[str, _Attempt] = {}
+        self._ended: dict[str, tuple[_Attempt, dict[str, Any]]] = {}
         self._report = WorkerReport()
         self._suspects = 0
         self._agent_host()  # an agent that can't be started must not cost a rollout its attempts
+        self._gateway: str | None = None
+        while config.has_gateway and self._gateway is None:
+            self._flush()
         beat = threading.Event()
         beating = threading.Thread(target=self._heartbeat, args=(beat,), daemon=True, name="heartbeat")
         beating.start()
@@ -121,7 +137,8 @@ class RolloutWorker:
             policy_version=self._config.policy_version,
         )
         for rollout in claimed:
-            self._running[rollout.rollout_id] = (rollout, time.monotonic() + self._config.timeout_s)
+            until = time.monotonic() + self._config.timeout_s
+            self._running[rollout.rollout_id] = _Attempt(rollout, until, self._gateway)
             self._agent_host().send(
                 {
                     "run": {
@@ -154,28 +171,44 @@ class RolloutWorker:
             rollout_id = reply.get("done") or reply.get("failed")
             if rollout_id is None:
                 continue
-            rollout, _ = self._running.get(rollout_id, (None, 0.0))
-            if rollout is not None and rollout.attempt == reply["attempt"]:
-                self._ended[rollout_id] = (rollout, reply)  # before the pop: the heartbeat must see it
+            running = self._running.get(rollout_id)
+            if running is not None and running.rollout.attempt == reply["attempt"]:
+                self._ended[rollout_id] = (running, reply)  # before the pop: the heartbeat must see it
                 del self._running[rollout_id]
                 self._suspects = max(0, self._suspects - 1)
 
     def _finish_ended(self) -> None:
-        if not self._ended:
-            return
-        if self._host is not None and not self._host.flush():
-            logger.warning("%s: spans wait for the hub; rollouts end when they are there", self._name)
-            time.sleep(FLUSH_EVERY_S)
+        if not self._ended or not self._flush():
             return
         ended = list(self._ended.values())
-        for rollout, reply in ended:
-            if "failed" in reply:
+        for attempt, reply in ended:
+            rollout = attempt.rollout
+            if attempt.gateway != self._gateway:
+                text = "the gateway was restarted in mid-rollout; calls may be missing"
+                self._fail(rollout, "GatewayRestartedError", text, free=True)
+            elif "failed" in reply:
                 self._fail(rollout, reply["error_type"], reply["error"])
             else:
                 self._finish(rollout, reply["output"])
             del self._ended[rollout.rollout_id]
         if any("failed" in reply for _, reply in ended):
             self._check_engine()
+
+    def _flush(self) -> bool:
+        """Whether the spans of everything that has ended are in the store; waits a little if they are not."""
+        config = self._config
+        is_flushed = self._host is None or self._host.flush()
+        if is_flushed and config.has_gateway:
+            try:
+                is_flushed, self._gateway = flush(config.gateway_url, config.agent_key)
+            except httpx.HTTPError as error:
+                logger.warning("%s: the gateway can't hand over its spans: %s", self._name, error)
+                wait_for_engine(config.gateway_url, config.engine_wait_s)
+                return False
+        if not is_flushed:
+            logger.warning("%s: spans wait for the hub; rollouts end when they are there", self._name)
+            time.sleep(FLUSH_EVERY_S)
+        return is_flushed
 
     def _finish(self, rollout: Rollout, output: Any) -> None:
         value = None
@@ -213,7 +246,7 @@ class RolloutWorker:
 
     def _stop_overdue(self) -> None:
         now = time.monotonic()
-        overdue = {rollout.rollout_id for rollout, until in self._running.values() if until < now}
+        overdue = {rollout_id for rollout_id, attempt in self._running.items() if attempt.until < now}
         if not overdue:
             return
         self._report.timed_out += len(overdue)
@@ -228,15 +261,19 @@ class RolloutWorker:
         self._give_back("AgentProcessError", text, guilty=alone)
 
     def _give_back(self, error_type: str, error: str, *, guilty: set[str]) -> None:
-        for rollout, _ in list(self._running.values()):
-            self._fail(rollout, error_type, error, free=rollout.rollout_id not in guilty)
-            del self._running[rollout.rollout_id]
+        # What has ended and is not flushed is given back too: its last spans may have died with the process.
+        for rollout_id, (attempt, _) in list(self._ended.items()):
+            self._fail(attempt.rollout, error_type, error, free=True)
+            del self._ended[rollout_id]
+        for rollout_id, attempt in list(self._running.items()):
+            self._fail(attempt.rollout, error_type, error, free=rollout_id not in guilty)
+            del self._running[rollout_id]
         self._check_engine()
 
     def _check_engine(self) -> None:
         """After a failure: wait for the engine, and stop claiming if it came back with other weights."""
         config = self._config
-        if not config.check_engine:
+        if not config.has_gateway:
             return
         wait_for_engine(config.gateway_url, config.engine_wait_s)
         if config.engine_url is not None and served_version(config.engine_url) != config.policy_version:
@@ -244,8 +281,8 @@ class RolloutWorker:
 
     def _heartbeat(self, stop: threading.Event) -> None:
         while not stop.wait(LEASE_S / 3):
-            held = [(r.rollout_id, r.attempt) for r, _ in list(self._running.values())]
-            held += [(r.rollout_id, r.attempt) for r, _ in list(self._ended.values())]
+            attempts = [*self._running.copy().values(), *(one for one, _ in self._ended.copy().values())]
+            held = [(one.rollout.rollout_id, one.rollout.attempt) for one in attempts]
             if not held:
                 continue
             try:
@@ -270,24 +307,3 @@ def as_reward(value: Any) -> float | None:
     if isinstance(value, str) or not math.isfinite(number := float(value)):
         raise ValueError(f"the reward function returned {value!r}, expected a finite number or None")
     return number
-
-
-def engine_answers(gateway_url: str) -> bool:
-    """True if the gateway is up and says that its engine answers."""
-    try:
-        reply = httpx.get(f"{gateway_url}/spangrad/health", timeout=10.0)
-        return reply.status_code == 200 and reply.json()["engine"]["reachable"] is True
-    except (httpx.HTTPError, ValueError, KeyError):
-        return False
-
-
-def wait_for_engine(gateway_url: str, timeout_s: float) -> None:
-    """Wait until the engine behind a gateway answers; EngineError after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not engine_answers(gateway_url):
-        if time.monotonic() > deadline:
-            raise EngineError(
-                f"no engine has answered behind {gateway_url} for {timeout_s:.0f} s;"
-                " start it again (`spangrad serve`), then the same command continues"
-            )
-        time.sleep(0.5)

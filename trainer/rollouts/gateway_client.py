@@ -1,0 +1,52 @@
+"""What a rollout worker asks of the gateway: is the engine there, are all spans in the store.
+
+Knows the gateway's own routes. Knows no rollouts.
+"""
+
+import time
+
+import httpx
+
+from spangrad.errors import EngineError, RolloutError
+
+FLUSH_TIMEOUT_S = 60.0
+
+
+def flush(gateway_url: str, key: str | None) -> tuple[bool, str]:
+    """Have the gateway hand over the spans of all ended calls.
+
+    Returns:
+        Whether they are in the store (else some wait for the hub), and the gateway's instance:
+        one that is still the same has lost none.
+
+    Raises:
+        httpx.HTTPError: No gateway answers.
+        RolloutError: It refuses.
+    """
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    reply = httpx.post(f"{gateway_url}/spangrad/flush", headers=headers, timeout=FLUSH_TIMEOUT_S)
+    if reply.status_code not in (httpx.codes.OK, httpx.codes.SERVICE_UNAVAILABLE):
+        said = f"{reply.status_code} {reply.text[:500]}"
+        raise RolloutError(f"the gateway at {gateway_url} does not hand over its spans: {said}")
+    return reply.status_code == httpx.codes.OK, str(reply.json()["instance"])
+
+
+def engine_answers(gateway_url: str) -> bool:
+    """True if the gateway is up and says that its engine answers."""
+    try:
+        reply = httpx.get(f"{gateway_url}/spangrad/health", timeout=10.0)
+        return reply.status_code == httpx.codes.OK and reply.json()["engine"]["reachable"] is True
+    except (httpx.HTTPError, ValueError, KeyError):
+        return False
+
+
+def wait_for_engine(gateway_url: str, timeout_s: float) -> None:
+    """Wait until the engine behind a gateway answers; EngineError after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not engine_answers(gateway_url):
+        if time.monotonic() > deadline:
+            raise EngineError(
+                f"no engine has answered behind {gateway_url} for {timeout_s:.0f} s;"
+                " start it again (`spangrad serve`), then the same command continues"
+            )
+        time.sleep(0.5)
