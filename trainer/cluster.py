@@ -13,14 +13,11 @@ from spangrad.trainer.processes import QUIET_ENV
 OBJECT_STORE_BYTES = 200 * 2**20
 
 
-def start_ray(address: str | None = None) -> None:
-    """Connect to a cluster, or start a small one that ends with this process."""
+def start_ray() -> None:
+    """Start a small cluster that ends with this process, if there is none."""
     if ray.is_initialized():
         return
     os.environ.update({name: value for name, value in QUIET_ENV.items() if name not in os.environ})
-    if address is not None:
-        ray.init(address=address, log_to_driver=False)
-        return
     ray.init(
         num_cpus=max(2, os.cpu_count() or 2),
         object_store_memory=OBJECT_STORE_BYTES,

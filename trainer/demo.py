@@ -38,7 +38,7 @@ from spangrad.trainer.reporting.report import (
     write_report,
 )
 from spangrad.trainer.reporting.transcript import transcript
-from spangrad.trainer.rollouts.scheduling import Keys
+from spangrad.trainer.rollouts.scheduling import RunKeys
 from spangrad.trainer.up import Stack, UpConfig
 
 EXAMPLE = "01_text_to_sql"
@@ -165,7 +165,7 @@ class Prepared:
     warm: WarmStartConfig
     config: TrainConfig
     stack: Stack
-    keys: Keys
+    keys: RunKeys
 
 
 def prepare(options: DemoOptions) -> Prepared:
@@ -174,12 +174,12 @@ def prepare(options: DemoOptions) -> Prepared:
     folder = _new_folder(Path(options.folder).resolve())
     warm, config = _load(example, options, folder)
     stack = _stack(config, folder, options)
-    keys = Keys(agent=stack.keys.agent, evaluator=stack.keys.evaluator, trainer=stack.keys.trainer)
+    keys = RunKeys.of(stack.keys)
     return Prepared(folder, example, warm, _with_addresses(config, stack), stack, keys)
 
 
 def _close_the_loop(
-    store: Store, config: TrainConfig, keys: Keys, stack: Stack, clock: "Clock", console: Console
+    store: Store, config: TrainConfig, keys: RunKeys, stack: Stack, clock: "Clock", console: Console
 ) -> DemoResult:
     def measure(label: str, version: int, temperature: float) -> Evaluation:
         with clock(f"held-out tasks {label}, {'greedy' if temperature == 0 else 'sampled'}") as progress:

@@ -9,7 +9,7 @@ from spangrad.store.records import Rollout, RolloutStatus
 from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.learning.monitors import wilson_interval
 from spangrad.trainer.plugins import load_tasks
-from spangrad.trainer.rollouts.scheduling import Keys, run_rollouts, worker_config
+from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, worker_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Evaluation:
 def evaluate(
     store: Store,
     config: TrainConfig,
-    keys: Keys,
+    keys: RunKeys,
     *,
     label: str,
     policy_version: int,

@@ -37,7 +37,7 @@ from spangrad.trainer.evaluation import Evaluation, evaluate
 from spangrad.trainer.learning import checkpoint
 from spangrad.trainer.plugins import load_callable, load_tasks
 from spangrad.trainer.resuming import claim_folder, load_keys, repair, update_from_json
-from spangrad.trainer.rollouts.scheduling import Keys, run_rollouts, update_rollouts, worker_config
+from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, update_rollouts, worker_config
 from spangrad.trainer.rollouts.worker import WorkerReport
 from spangrad.trainer.serving.publish import prove, publish, served_version
 from spangrad.trainer.serving.weight_files import check_model_folder
@@ -62,7 +62,7 @@ class TrainReport:
 class Run:
     """One training run: its learner, its store, its place in the loop."""
 
-    def __init__(self, config: TrainConfig, keys: Keys | None = None) -> None:
+    def __init__(self, config: TrainConfig, keys: RunKeys | None = None) -> None:
         """Check what can be checked before anything is started.
 
         Raises:
@@ -132,31 +132,16 @@ class Run:
     def collect(self) -> tuple[CreditedBatch, list[Rollout], Metrics]:
         """Rollouts of the next update, credited; refilled while no group says anything."""
         config = self.config.rollout
-        self.ensure_served()
         seen: list[Rollout] = []
-        reports: list[WorkerReport] = []
+        metrics = dict.fromkeys(("rollout/failed_attempts", "rollout/reward_errors"), 0.0)
         started = time.monotonic()
         credit_s = 0.0
         for refill in range(config.refills + 1):
-            tasks = self._tasks(refill)
-            worker = worker_config(
-                self.config,
-                self.keys,
-                split="train",
-                temperature=config.temperature,
-                policy_version=self.policy_version,
-                check_version=True,
-            )
-            ended, new_reports = run_rollouts(
-                self.store,
-                update_rollouts(self.config, self.update_index, refill, tasks),
-                worker,
-                workers=self.config.agent.workers,
-                before_round=self.ensure_served,
-            )
+            ended, reports = self._run_rollouts(refill)
             seen += ended
-            reports += new_reports
-            for report in new_reports:
+            for report in reports:
+                metrics["rollout/failed_attempts"] += report.failed_attempts
+                metrics["rollout/reward_errors"] += report.reward_errors
                 if report.first_error is not None:
                     logger.warning("update %d: %s", self.update_index, report.first_error)
             credit_started = time.monotonic()
@@ -172,15 +157,30 @@ class Run:
             )
             credit_s += time.monotonic() - credit_started
             if any(np.any(row.advantages[row.action_mask] != 0) for row in batch.rows):
-                metrics = {
+                metrics |= {
                     "time/rollout_s": time.monotonic() - started - credit_s,
                     "time/credit_s": credit_s,
-                    "rollout/failed_attempts": float(sum(r.failed_attempts for r in reports)),
-                    "rollout/reward_errors": float(sum(r.reward_errors for r in reports)),
                 }
                 return batch, seen, metrics
             logger.warning("update %d: no group says anything, refill %d", self.update_index, refill + 1)
         raise EmptyBatchError(self._why_empty(batch, seen))
+
+    def _run_rollouts(self, refill: int) -> tuple[list[Rollout], list[WorkerReport]]:
+        worker = worker_config(
+            self.config,
+            self.keys,
+            split="train",
+            temperature=self.config.rollout.temperature,
+            policy_version=self.policy_version,
+            check_version=True,
+        )
+        return run_rollouts(
+            self.store,
+            update_rollouts(self.config, self.update_index, refill, self._tasks(refill)),
+            worker,
+            workers=self.config.agent.workers,
+            before_round=self.ensure_served,
+        )
 
     def learn(self, batch: CreditedBatch, rollouts: list[Rollout], metrics: Metrics) -> Metrics:
         """One update: learner, durable checkpoint, commit."""
@@ -268,7 +268,7 @@ class Run:
 def train(
     config: TrainConfig,
     *,
-    keys: Keys | None = None,
+    keys: RunKeys | None = None,
     on_update: Callable[[int, Metrics], None] | None = None,
     evaluate_after: bool = True,
 ) -> TrainReport:

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -85,6 +85,19 @@ def end_group(process: "subprocess.Popen[bytes]", timeout_s: float) -> None:
     process.wait()
 
 
+def answers_in_time(url: str, *, is_alive: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait until `url` answers 200. False: the process behind it has ended, or `timeout_s` is over."""
+    deadline = time.monotonic() + timeout_s
+    while is_alive() and time.monotonic() < deadline:
+        try:
+            if httpx.get(url, timeout=2.0).status_code == httpx.codes.OK:
+                return True
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.05)
+    return False
+
+
 class Service:
     """One child process with a log file and a URL that answers when it is ready."""
 
@@ -131,16 +144,10 @@ class Service:
 
     def wait_ready(self, timeout_s: float = 30.0) -> "Service":
         """Wait until `ready_url` answers 200; EngineError with the log's last line if it does not."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if not self.is_alive():
-                raise EngineError(f"{self.name} ended at once: {last_line(self.log)} (log: {self.log})")
-            try:
-                if httpx.get(self.ready_url, timeout=2.0).status_code == 200:
-                    return self
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.05)
+        if answers_in_time(self.ready_url, is_alive=self.is_alive, timeout_s=timeout_s):
+            return self
+        if not self.is_alive():
+            raise EngineError(f"{self.name} ended at once: {last_line(self.log)} (log: {self.log})")
         raise EngineError(
             f"{self.name} did not answer at {self.ready_url} in {timeout_s:.0f} s (log: {self.log})"
         )

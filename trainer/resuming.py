@@ -15,10 +15,11 @@ from typing import Any, Final, TextIO
 from spangrad.errors import ConfigError
 from spangrad.store import open_store
 from spangrad.store.base import Store
+from spangrad.store.keys import Keys
 from spangrad.store.records import Reward, RolloutStatus, Update, UpdateSample
 from spangrad.trainer.config import TrainConfig, resolve, to_dict
 from spangrad.trainer.evaluation import values_of
-from spangrad.trainer.rollouts.scheduling import Keys
+from spangrad.trainer.rollouts.scheduling import RunKeys
 from spangrad.trainer.rollouts.worker import as_reward
 
 logger = logging.getLogger(__name__)
@@ -33,14 +34,11 @@ FIXED_SETTINGS: Final = (
 """Settings that say what an update asks for: changed in the middle, they would mix tasks in a group."""
 
 
-def load_keys(config: TrainConfig) -> Keys:
+def load_keys(config: TrainConfig) -> RunKeys:
     """Keys of the hub that the config names; none on a hub without keys."""
     if config.hub.keys is None:
-        return Keys()
-    from spangrad.store.keys import Keys as HubKeys
-
-    loaded = HubKeys.load(resolve(config.hub.keys, config.base_dir))
-    return Keys(agent=loaded.agent, evaluator=loaded.evaluator, trainer=loaded.trainer)
+        return RunKeys()
+    return RunKeys.of(Keys.load(resolve(config.hub.keys, config.base_dir)))
 
 
 def claim_folder(folder: Path, config: TrainConfig) -> TextIO:
@@ -73,7 +71,7 @@ def claim_folder(folder: Path, config: TrainConfig) -> TextIO:
     return lock
 
 
-def repair(store: Store, config: TrainConfig, keys: Keys, reward: Callable[..., Any]) -> None:
+def repair(store: Store, config: TrainConfig, keys: RunKeys, reward: Callable[..., Any]) -> None:
     """Let a run go on after its agent or its reward was repaired.
 
     Rollouts that failed are queued again, and those that no update has consumed are graded again.

@@ -10,7 +10,6 @@ Invariants: an answer depends on the seed and the conversation alone (ids of too
 not count); the expert reads only what a model would read. It knows no database.
 """
 
-import hashlib
 import json
 import random
 import re
@@ -22,7 +21,7 @@ from typing import Any
 from shop_database import CUSTOMERS, MONEY_COLUMNS, MONTHS, PRODUCTS, VALID_CODES
 from shop_questions import Question, read_question
 
-from spangrad.trainer.policies.scripted_model import serve_model
+from spangrad.trainer.policies.scripted_model import conversation_digest, serve_model, tool_call
 
 Message = Mapping[str, Any]
 
@@ -57,8 +56,7 @@ def reply(
 ) -> dict[str, Any]:
     """Give the expert's next message, in OpenAI chat form."""
     talk = [message for message in messages if message["role"] != "system"]
-    visible = [_without_ids(message) for message in talk]
-    digest = hashlib.sha256(json.dumps([seed, asked_before, visible], sort_keys=True).encode()).hexdigest()
+    digest = conversation_digest(talk, seed, asked_before)
     rng = random.Random(digest)
     question = read_question(talk[0]["content"])
     seen = next(
@@ -88,15 +86,6 @@ def serve_expert(port: int = 0, seed: int = 0, *, habits: Habits = HASTY) -> Ite
         yield base_url
 
 
-def _without_ids(message: Message) -> list[Any]:
-    calls = [call["function"] for call in message.get("tool_calls") or []]
-    return [
-        message["role"],
-        message.get("content") or "",
-        [[call["name"], call["arguments"]] for call in calls],
-    ]
-
-
 def _last_call(talk: Sequence[Message]) -> dict[str, str] | None:
     calls = [call for message in talk for call in message.get("tool_calls") or []]
     return json.loads(calls[-1]["function"]["arguments"]) if calls else None
@@ -107,12 +96,7 @@ def _table(question: Question) -> str:
 
 
 def _call(name: str, arguments: Mapping[str, str], digest: str) -> dict[str, Any]:
-    function = {"name": name, "arguments": json.dumps(arguments)}
-    return {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": f"call_{digest[:12]}", "type": "function", "function": function}],
-    }
+    return tool_call(name, arguments, f"call_{digest[:12]}")
 
 
 def _write_sql(question: Question, seen: str | None, habits: Habits, rng: random.Random) -> str:

@@ -5,8 +5,6 @@ and is then mostly wrong; and it mostly forgets the loose things beside the boxe
 depends on the seed and the conversation alone (ids of tool calls do not count).
 """
 
-import hashlib
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ from typing import Any
 
 from word_problems import read_problem
 
-from spangrad.trainer.policies.scripted_model import serve_model
+from spangrad.trainer.policies.scripted_model import conversation_digest, serve_model, tool_call
 
 Message = Mapping[str, Any]
 
@@ -44,8 +42,7 @@ def reply(
 ) -> dict[str, Any]:
     """Give the expert's next message, in OpenAI chat form."""
     talk = [message for message in messages if message["role"] != "system"]
-    visible = [[message["role"], message.get("content") or ""] for message in talk]
-    digest = hashlib.sha256(json.dumps([seed, asked_before, visible]).encode()).hexdigest()
+    digest = conversation_digest(talk, seed, asked_before)
     rng = random.Random(digest)
     if talk[-1]["role"] == "tool":
         return {"role": "assistant", "content": talk[-1]["content"]}
@@ -57,9 +54,7 @@ def reply(
             expression = f"{rng.randint(2, 99)}{expression.lstrip('0123456789')}"
         if rng.random() < habits.forget_rest:
             expression = expression.split("+")[0] if has_boxes else expression
-        function = {"name": "calculate", "arguments": json.dumps({"expression": expression})}
-        call = {"id": f"call_{digest[:12]}", "type": "function", "function": function}
-        return {"role": "assistant", "content": None, "tool_calls": [call]}
+        return tool_call("calculate", {"expression": expression}, f"call_{digest[:12]}")
     error = 0 if rng.random() < habits.right_in_head else rng.choice([-10, -2, -1, 1, 2, 10])
     return {"role": "assistant", "content": str(problem.solution + error)}
 

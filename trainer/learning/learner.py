@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from spangrad.credit.transition import Transition
@@ -44,6 +43,7 @@ from spangrad.trainer.learning.model import (
     weight_tensors,
 )
 from spangrad.trainer.learning.monitors import Totals
+from spangrad.trainer.learning.objective import batch_loss, monitor
 from spangrad.trainer.learning.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 from spangrad.trainer.learning.packing import (
     Batch,
@@ -170,73 +170,12 @@ class Learner:
             began = time.perf_counter()
             entropy = "grad" if config.entropy_coef > 0 else "value"
             stats = self._stats(self.model, batch, use_temperature=use_temperature, entropy=entropy)
-            loss = self._loss(batch, stats, reference_M, totals)
+            loss = batch_loss(config, batch, stats, reference_M, totals)
             # Every step stands for the whole batch: its share of the sum is scaled up.
             torch.autograd.backward(loss * parts)
             if is_first:
-                self._monitor(batch, stats, reference_M, policy_version, totals)
+                monitor(config, batch, stats, reference_M, policy_version, totals)
             seconds["forward_backward"] += time.perf_counter() - began
-
-    def _loss(self, batch: Batch, stats: TargetStats, reference_M: Tensor | None, totals: Totals) -> Tensor:
-        config = self.config
-        mask_BT = batch.target_mask_BT
-        mask_M, weights_M = mask_BT[mask_BT], batch.weights_BT[mask_BT]
-        count = mask_M.numel()
-        parts: dict[str, Tensor] = {}
-        if config.objective == "bc":
-            parts["loss/bc"] = losses.bc_loss(stats.logprobs_M, mask_M, weights_M)
-        else:
-            parts["loss/policy"], monitors = losses.ppo_clip_loss(
-                stats.logprobs_M,
-                batch.behavior_logprobs_BT[mask_BT],
-                batch.advantages_BT[mask_BT],
-                mask_M,
-                weights_M,
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-                dual_clip=config.dual_clip,
-            )
-            totals.maximum("policy/ratio_max", monitors.pop("ratio_max"))
-            for name, value in monitors.items():
-                totals.add_mean(f"policy/{name}", value, count)
-        if config.entropy_coef > 0 and stats.entropy_M is not None:
-            parts["loss/entropy"] = losses.entropy_bonus(
-                stats.entropy_M, mask_M, weights_M, config.entropy_coef
-            )
-        if config.kl_coef > 0 and reference_M is not None:
-            parts["loss/kl"] = losses.kl_penalty(
-                stats.logprobs_M, reference_M, mask_M, weights_M, config.kl_coef
-            )
-        loss = torch.stack(list(parts.values())).sum()
-        for name, value in (parts | {"loss/total": loss}).items():
-            totals.add_sum(name, value.detach())
-        return loss
-
-    def _monitor(
-        self,
-        batch: Batch,
-        stats: TargetStats,
-        reference_M: Tensor | None,
-        policy_version: int | None,
-        totals: Totals,
-    ) -> None:
-        mask_BT = batch.target_mask_BT
-        policy_M = stats.logprobs_M.detach()
-        if stats.entropy_M is not None:
-            totals.add_mean("policy/entropy", stats.entropy_M.detach().mean(), policy_M.numel())
-        if reference_M is not None:
-            totals.add_mean(
-                "policy/kl_to_start", losses.kl_k3(policy_M, reference_M).mean(), policy_M.numel()
-            )
-        if self.config.objective != "ppo":
-            return
-        gap_M = (policy_M - batch.behavior_logprobs_BT[mask_BT]).abs()
-        if policy_version is not None:
-            gap_M = gap_M[batch.versions_BT[mask_BT] == policy_version]
-        totals.add_sum("gap/tokens", gap_M.numel())
-        if gap_M.numel():
-            totals.add_mean("gap/mean", gap_M.mean(), gap_M.numel())
-            totals.maximum("gap/max", gap_M.max())
 
     def _step(self, lr: float) -> float:
         """Clip, check and take one optimizer step; returns the gradient norm before the clip."""

@@ -8,6 +8,7 @@ function that draws from (seed, conversation, count) gives the same set of repli
 run. A function that raises `ValueError` answers 400 with the error's text.
 """
 
+import hashlib
 import json
 import socket
 import threading
@@ -37,9 +38,9 @@ def create_app(reply: Reply) -> Starlette:
         body = await request.json()
         if body.get("stream"):
             return _refuse("a scripted model can't stream; ask without stream=true")
-        visible = json.dumps([_without_ids(message) for message in body["messages"]])
-        number = asked[visible]
-        asked[visible] += 1
+        conversation = conversation_digest(body["messages"])
+        number = asked[conversation]
+        asked[conversation] += 1
         try:
             message = reply(body["messages"], number)
         except ValueError as error:
@@ -91,6 +92,19 @@ def serve_model(reply: Reply, *, port: int = 0, host: str = "127.0.0.1") -> Iter
         server.should_exit = True
         thread.join(timeout=10)
         listener.close()
+
+
+def conversation_digest(messages: Sequence[Message], *salt: int) -> str:
+    """64 hex digits that depend on a conversation and on `salt`; ids of tool calls do not count."""
+    visible = [_without_ids(message) for message in messages]
+    return hashlib.sha256(json.dumps([*salt, visible]).encode()).hexdigest()
+
+
+def tool_call(name: str, arguments: Mapping[str, Any], call_id: str) -> dict[str, Any]:
+    """An assistant's message that calls one tool, in OpenAI chat form."""
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 def _without_ids(message: Message) -> list[Any]:

@@ -34,7 +34,7 @@ from spangrad.trainer.learning.rendering import with_rendered_ids
 from spangrad.trainer.plugins import load_callable, load_tasks
 from spangrad.trainer.policies import policy
 from spangrad.trainer.policies.policy import conversation_of, make_policy
-from spangrad.trainer.rollouts.scheduling import Keys, run_rollouts, worker_config
+from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, worker_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def record_expert(
     store: Store,
     train: TrainConfig,
     config: WarmStartConfig,
-    keys: Keys,
+    keys: RunKeys,
     *,
     run_id: str,
     seed: int,
@@ -177,7 +177,7 @@ def warm_start(
     store: Store,
     train: TrainConfig,
     config: WarmStartConfig,
-    keys: Keys,
+    keys: RunKeys,
     *,
     learner: Callable[[Path], Any],
     cache: Path,

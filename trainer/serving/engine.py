@@ -18,15 +18,18 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import httpx
-
 from spangrad.errors import ConfigError, EngineError
-from spangrad.trainer.processes import QUIET_ENV, die_with_parent, end_group, require_free_port
+from spangrad.trainer.processes import (
+    QUIET_ENV,
+    answers_in_time,
+    die_with_parent,
+    end_group,
+    require_free_port,
+)
 from spangrad.trainer.serving.vllm_plugin import BACKEND
 from spangrad.trainer.serving.weight_files import check_model_folder
 
@@ -197,17 +200,11 @@ class Engine:
             EngineError: It ended, or did not answer in time; with the decisive line of its log.
         """
         timeout_s = self.config.startup_timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if not self.is_alive():
-                how = "was not started" if self._process is None else _ending(self._process.returncode)
-                raise EngineError(f"the engine at {self.url} {how}{self._reason()}")
-            try:
-                if httpx.get(f"{self.url}/health", timeout=2.0).status_code == 200:
-                    return self
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.05)
+        if answers_in_time(f"{self.url}/health", is_alive=self.is_alive, timeout_s=timeout_s):
+            return self
+        if not self.is_alive():
+            how = "was not started" if self._process is None else _ending(self._process.returncode)
+            raise EngineError(f"the engine at {self.url} {how}{self._reason()}")
         raise EngineError(f"the engine at {self.url} did not answer in {timeout_s:.0f} s{self._reason()}")
 
     def stop(self, timeout_s: float = 10.0) -> None:
