@@ -24,7 +24,7 @@ class Habits:
 
     calculate_sums: float = 0.95
     """Uses the calculator for `+` and `-`."""
-    calculate_products: float = 0.35
+    calculate_products: float = 0.45
     """Uses the calculator for boxes."""
     right_in_head: float = 0.10
     """Is right without it."""
