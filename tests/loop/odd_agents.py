@@ -1,8 +1,12 @@
-"""Agents, tasks and rewards that misbehave, for tests of the rollout worker. No model is called."""
+"""Agents, tasks and rewards that misbehave, for tests of the rollout worker."""
 
 import os
+import signal
 import sys
 import time
+from pathlib import Path
+
+import httpx
 
 
 def run(task):
@@ -20,7 +24,33 @@ def run(task):
         return {"text": "\ud800"}
     if what == "nan":
         return {"value": float("nan")}
+    if what == "kill gateway":
+        _call()
+        if not (marker := Path(task["marker"])).exists():
+            marker.touch()
+            os.kill(task["pid"], signal.SIGKILL)  # its span of the call above dies with it
+        _wait_for_gateway()
+        _call()
     return {"text": what}
+
+
+def _call():
+    body = {"model": "none", "messages": [{"role": "user", "content": "hello"}]}
+    url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
+    headers = {"authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    httpx.post(url, json=body, headers=headers, timeout=20).raise_for_status()
+
+
+def _wait_for_gateway():
+    url = os.environ["OPENAI_BASE_URL"].removesuffix("/v1")
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            httpx.get(f"{url}/spangrad/health", timeout=5)
+        except httpx.HTTPError:
+            time.sleep(0.05)
+        else:
+            return
 
 
 async def run_async(task):

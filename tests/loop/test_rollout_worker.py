@@ -1,10 +1,13 @@
 """A rollout worker against a real hub, with agents and rewards that misbehave."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from spangrad.adapters.calls import calls_of
 from spangrad.errors import RolloutError
 from spangrad.store import open_store
 from spangrad.store.records import Rollout, RolloutStatus
@@ -12,6 +15,8 @@ from spangrad.trainer.processes import free_port
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
 from spangrad.trainer.rollouts.worker import RolloutWorker, as_reward
 from spangrad.trainer.up import Stack, UpConfig
+from tests.gateway.stub_engine import stub_engine
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
@@ -26,7 +31,7 @@ def hub(tmp_path_factory):
         yield stack
 
 
-def work(hub, tmp_path, tasks, *, function="run", reward="reward", timeout_s=60.0, file=None):
+def work(hub, tmp_path, tasks, *, function="run", reward="reward", timeout_s=60.0, file=None, gateway=None):
     """Run tasks once; returns their rollouts and rewards by task name."""
     run_id = tmp_path.name
     store = open_store(hub.hub_url, hub.keys.trainer)
@@ -39,7 +44,7 @@ def work(hub, tmp_path, tasks, *, function="run", reward="reward", timeout_s=60.
         store=hub.hub_url,
         evaluator_key=hub.keys.evaluator,
         agent_key=hub.keys.agent,
-        gateway_url="http://127.0.0.1:9",
+        gateway_url=gateway or "http://127.0.0.1:9",
         engine_url=None,
         model="none",
         function=f"{file or HERE / 'odd_agents.py'}:{function}",
@@ -51,7 +56,7 @@ def work(hub, tmp_path, tasks, *, function="run", reward="reward", timeout_s=60.
         timeout_s=timeout_s,
         temperature=1.0,
         log=str(tmp_path / "agent.log"),
-        has_gateway=False,
+        has_gateway=gateway is not None,
     )
     worker = RolloutWorker()
     try:
@@ -115,6 +120,26 @@ def test_an_agent_that_cant_be_started_costs_no_attempt(hub, tmp_path):
     (rollout,) = store.rollouts(run_id=tmp_path.name)
     assert (rollout.status, rollout.attempt) == (RolloutStatus.QUEUED, 0)
     store.close()
+
+
+def test_a_rollout_whose_gateway_was_killed_under_it_is_run_again(hub, tmp_path):
+    with ThreadPoolExecutor(1) as thread, stub_engine() as engine:
+        config = replace(hub.config, gateway_port=free_port(), engine_url=engine.url)
+        with Stack(config) as stack:
+            stack.start_gateway()
+            task = {"what": "kill gateway", "pid": stack.gateway.pid, "marker": str(tmp_path / "marker")}
+            working = thread.submit(work, hub, tmp_path, {"a": task}, gateway=stack.gateway_url)
+            wait_until(lambda: not stack.gateway.is_alive() or working.done())
+            stack.gateway.stop()
+            stack.start_gateway()
+            found, _, report = working.result()
+    assert (found["a"].status, found["a"].attempt) == (RolloutStatus.SUCCEEDED, 1)
+    assert found["a"].max_attempts == 3, "the lost attempt was free"
+    assert report.failed_attempts == 1 and "gateway was restarted" in report.first_error
+    store = open_store(hub.hub_url, hub.keys.trainer)
+    calls = list(calls_of(store, [found["a"].rollout_id]))
+    store.close()
+    assert [call.grade for call in calls] == ["exact", "exact"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "1", {}, []])
