@@ -6,13 +6,14 @@ no HTTP. Safe to call from several threads: writes take turns, reads see a snaps
 
 import logging
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from spangrad.errors import StoreError
-from spangrad.store.otlp import decode_request
+from spangrad.store.otlp import decode_request, encode_request
 from spangrad.store.records import (
     Policy,
     Reward,
@@ -24,7 +25,7 @@ from spangrad.store.records import (
 )
 from spangrad.store.schema import TABLES
 from spangrad.store.tables import ledger, queue
-from spangrad.store.tables.database import Database
+from spangrad.store.tables.database import OUTAGES, Database, store_error
 from spangrad.store.tables.query import ROW_LIMIT, TIMEOUT_S, run_query
 from spangrad.store.tables.rewards import put_rewards, select_rewards
 from spangrad.store.tables.spans import SpanWriter, read_spans
@@ -45,6 +46,9 @@ class FileStore:
         self.path = Path(path).absolute()
         self._database = Database(path, read_only=read_only)
         self._writer = SpanWriter(self._database)
+        self.put_aside = 0
+        """How many spans and spooled records could not be stored and are in `<path>.rejected` instead."""
+        self._aside_lock = threading.Lock()
         if not read_only:
             try:
                 self.drain()
@@ -65,6 +69,31 @@ class FileStore:
         """Store several batches in one transaction. Returns how many spans of each were new."""
         return self._writer.put(batches)
 
+    def take_in(self, spans: Sequence[Span]) -> tuple[int, int]:
+        """Store spans, whatever some of them are like. Returns how many were new, and how many put aside.
+
+        A span that can't be stored costs no other: it is put into `<path>.rejected`, as OTLP. An
+        outage (disk, memory, lock) raises, and the same spans can be given again.
+        """
+        self._database.check_writable()
+        try:
+            return self.put_batches([spans])[0], 0
+        except OUTAGES:
+            raise
+        except StoreError as error:
+            if len(spans) == 1:
+                what = f"span {spans[0].span_id} of trace {spans[0].trace_id}"
+                self._put_aside(encode_request(spans), what, error)
+                return 0, 1
+            middle = len(spans) // 2
+            first, second = self.take_in(spans[:middle]), self.take_in(spans[middle:])
+            return first[0] + second[0], first[1] + second[1]
+
+    @property
+    def is_invalidated(self) -> bool:
+        """Whether DuckDB met a fatal error: nothing works until the store is opened anew."""
+        return self._database.is_invalidated
+
     def spans(
         self, rollout_ids: Sequence[str] | None = None, *, trace_ids: Sequence[str] | None = None
     ) -> Iterable[Span]:
@@ -72,7 +101,12 @@ class FileStore:
         return read_spans(self._database, rollout_ids, trace_ids)
 
     def drain(self) -> int:
-        """Take in what tracers have spooled beside the file. Returns how many records."""
+        """Take in what tracers have spooled beside the file. Returns how many records.
+
+        A record that can't be stored is put into `<path>.rejected`; an outage (disk, memory, lock)
+        raises, and the records stay where they are.
+        """
+        self._database.check_writable()
         folder = self.path.with_name(self.path.name + ".spool")
         if not folder.is_dir():
             return 0
@@ -80,15 +114,25 @@ class FileStore:
 
     def _put_spooled(self, record: bytes) -> None:
         try:
-            spans, _ = decode_request(record)
-        except StoreError as error:
-            # Refusing would block everything behind it.
-            rejected = self.path.with_name(self.path.name + ".rejected")
-            logger.error("a spooled record was moved to %s: %s", rejected, error)
-            with rejected.open("ab") as file:
+            self.take_in(decode_request(record)[0])
+        except (*OUTAGES, MemoryError):
+            raise
+        except Exception as error:  # boundary: it must not hold up the records behind it
+            self._put_aside(record, f"a spooled record of {len(record)} bytes", error)
+
+    def _put_aside(self, record: bytes, what: str, error: Exception) -> None:
+        rejected = self.path.with_name(self.path.name + ".rejected")
+        try:
+            with self._aside_lock, rejected.open("ab") as file:
                 file.write(record)
-            return
-        self.put_batches([spans])
+                file.flush()
+                os.fsync(file.fileno())
+                self.put_aside += 1
+        except OSError as failure:
+            raise store_error(failure, rejected) from failure
+        logger.warning(
+            "%s could not be stored and is in %s now (%d so far): %s", what, rejected, self.put_aside, error
+        )
 
     # queue
 

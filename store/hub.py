@@ -8,13 +8,16 @@
 Knows HTTP, keys and the size of bodies; what an operation does is in `operations.py`.
 Invariants:
 
-* 200 to `/v1/traces` means on disk;
+* 200 to `/v1/traces` means on disk, all but the `rejected_spans` that it names;
+* 400 is for what the caller sent and will never be taken; whatever else fails is 503, and the same
+  request may be sent again;
 * without keys only requests that name a loopback host, and come from no foreign web page, are answered;
 * an error is JSON `{"error": class, "message": sentence}`, which `HubClient` raises again.
 """
 
 import asyncio
 import json
+import logging
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
@@ -24,18 +27,11 @@ from typing import Any, Final
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from spangrad.errors import (
-    LeaseLostError,
-    PermissionDeniedError,
-    SpangradError,
-    StoreError,
-    StoreFullError,
-    StoreLockedError,
-)
+from spangrad.errors import LeaseLostError, PermissionDeniedError, SpangradError, StoreError
 from spangrad.store.checking import check_arguments
 from spangrad.store.encoding import decode_json, encode_json
 from spangrad.store.file_store import FileStore
@@ -44,8 +40,11 @@ from spangrad.store.migrations import SCHEMA_VERSION
 from spangrad.store.operations import OPERATIONS, run_operation
 from spangrad.store.otlp import decode_request, json_to_protobuf
 from spangrad.store.records import Span
+from spangrad.store.tables.database import OUTAGES
 from spangrad.store.wire import spans_to_frames
 from spangrad.store.writer import GroupWriter
+
+logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES: Final = 64 * 2**20
 LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -56,8 +55,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 _STATUS: Final = (
     (PermissionDeniedError, 403),
     (LeaseLostError, 409),
-    (StoreFullError, 503),
-    (StoreLockedError, 503),
+    (OUTAGES, 503),
     (SpangradError, 400),
 )
 
@@ -72,7 +70,11 @@ class _Refused(Exception):
 
 
 def create_app(
-    store: FileStore, *, keys: Keys | None = None, allowed_hosts: Collection[str] | None = None
+    store: FileStore,
+    *,
+    keys: Keys | None = None,
+    allowed_hosts: Collection[str] | None = None,
+    on_invalidated: Callable[[], None] | None = None,
 ) -> Starlette:
     """The hub's application. It owns the store and closes it at shutdown.
 
@@ -81,10 +83,11 @@ def create_app(
         keys: Who may do what; without, every caller is a trainer.
         allowed_hosts: Names that a request's Host may have; by default loopback's without keys,
             any with keys (a web page that gets here by DNS rebinding has no key).
+        on_invalidated: Called when DuckDB met a fatal error: every request gets 503 from then on.
     """
     if allowed_hosts is None and keys is None:
         allowed_hosts = LOOPBACK_HOSTS
-    hub = _Hub(store, keys, allowed_hosts)
+    hub = _Hub(store, keys, allowed_hosts, on_invalidated)
     return Starlette(
         routes=[
             Route("/healthz", hub.answer(hub.health, None)),
@@ -100,11 +103,18 @@ def create_app(
 
 
 class _Hub:
-    def __init__(self, store: FileStore, keys: Keys | None, allowed_hosts: Collection[str] | None) -> None:
+    def __init__(
+        self,
+        store: FileStore,
+        keys: Keys | None,
+        allowed_hosts: Collection[str] | None,
+        on_invalidated: Callable[[], None] | None,
+    ) -> None:
         self._store = store
         self._keys = keys
         self._allowed_hosts = allowed_hosts
-        self._writer = GroupWriter(store.put_batches)
+        self._on_invalidated = on_invalidated
+        self._writer = GroupWriter(store.put_batches, store.take_in)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -125,11 +135,20 @@ class _Hub:
                 return _error(error.status, error.kind, str(error))
             except SpangradError as error:
                 status = next(status for kind, status in _STATUS if isinstance(error, kind))
+                if self._store.is_invalidated and self._on_invalidated is not None:
+                    self._on_invalidated()
                 return _error(status, type(error).__name__, str(error))
+            except ClientDisconnect:
+                raise
+            except Exception as error:  # boundary: the sender must learn that it can try again
+                logger.exception("%s could not be answered", request.url.path)
+                return _error(503, "StoreError", f"{request.url.path} failed: {error!r}")
 
         return endpoint
 
     async def health(self, request: Request) -> Response:
+        if self._store.is_invalidated:
+            raise _Refused(503, "the database met a fatal error; start the hub again")
         return JSONResponse({"status": "ok", "schema_version": SCHEMA_VERSION, "has_keys": bool(self._keys)})
 
     async def traces(self, request: Request) -> Response:
@@ -139,11 +158,15 @@ class _Hub:
         stored = self._writer.submit(spans, len(body))
         if stored is None:
             raise _Refused(503, "too many spans wait to be written; send them again later")
-        new = await asyncio.wrap_future(stored)
+        new, put_aside = await asyncio.wrap_future(stored)
         reply = ExportTraceServiceResponse()
+        why = ["spans need a trace id of 16 bytes and a span id of 8"] if rejected else []
+        if put_aside:
+            why.append(f"{put_aside} spans could not be stored; the hub's log says why")
+        rejected += put_aside
         if rejected:
             reply.partial_success.rejected_spans = rejected
-            reply.partial_success.error_message = "spans need a trace id of 16 bytes and a span id of 8"
+            reply.partial_success.error_message = "; ".join(why)
         headers = {NEW_SPANS_HEADER: str(new)}
         if is_json:
             partial = {"rejectedSpans": str(rejected), "errorMessage": reply.partial_success.error_message}

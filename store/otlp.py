@@ -141,13 +141,13 @@ def _from_proto(proto: SpanProto, common: Mapping[str, Any]) -> Span:
         dropped_events=proto.dropped_events_count,
         dropped_links=proto.dropped_links_count,
         rollout_id=str(rollout_id) if has_rollout else None,
-        attempt=attempt if has_rollout and _is_small_int(attempt) else None,
+        attempt=attempt if has_rollout and _is_attempt(attempt) else None,
         **common,
     )
 
 
-def _is_small_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+def _is_attempt(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= conventions.MAX_ATTEMPT
 
 
 def _from_link(link: SpanProto.Link) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The hub as a process: address, signals, an orderly end.
 
 Knows sockets and uvicorn. Invariants: the address is taken before the store is opened;
-SIGTERM and SIGINT end it with everything written and the log folded into the file.
+SIGTERM and SIGINT end it with everything written and the log folded into the file; after a
+fatal error of the database it ends with an error, and whoever watches it starts it again.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from collections.abc import Callable
 
 import uvicorn
 
-from spangrad.errors import ConfigError, PortInUseError
+from spangrad.errors import ConfigError, PortInUseError, StoreError
 from spangrad.store.file_store import FileStore
 from spangrad.store.hub import LOOPBACK_HOSTS, create_app
 from spangrad.store.keys import Keys
@@ -41,7 +42,8 @@ def serve(
         keys: Who may do what; without, every caller is a trainer.
         on_ready: Called with the hub's URL once requests are answered.
 
-    Raises ConfigError for an open address without keys, PortInUseError if the address is taken.
+    Raises ConfigError for an open address without keys, PortInUseError if the address is taken,
+    StoreError if the database met a fatal error.
     """
     if keys is None and not is_loopback(host):
         raise ConfigError(
@@ -52,11 +54,17 @@ def serve(
         name = f"[{host}]" if ":" in host else host
         url = f"http://{name}:{listener.getsockname()[1]}"
         hosts = LOOPBACK_HOSTS | {host.strip("[]").lower()} if is_loopback(host) else None
-        app = create_app(store, keys=keys, allowed_hosts=hosts)
+        app = create_app(store, keys=keys, allowed_hosts=hosts, on_invalidated=lambda: server.stop())
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=SHUTDOWN_S
         )
-        _run(_Server(config, lambda: on_ready(url) if on_ready else None), listener)
+        server = _Server(config, lambda: on_ready(url) if on_ready else None)
+        _run(server, listener)
+    if store.is_invalidated:
+        raise StoreError(
+            f"the database {str(path)!r} met a fatal error; what was acknowledged is in it, "
+            "so start the hub again"
+        )
 
 
 def is_loopback(host: str) -> bool:
@@ -77,6 +85,10 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_ready()
+
+    def stop(self) -> None:
+        """Answer what has come, then end."""
+        self.should_exit = True
 
 
 def _run(server: uvicorn.Server, listener: socket.socket) -> None:

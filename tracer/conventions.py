@@ -78,6 +78,8 @@ REWARD_EXPLANATION: Final = "gen_ai.evaluation.explanation"
 # HTTP headers between tracer, gateway and hub
 HEADER_ROLLOUT: Final = "x-spangrad-rollout"
 HEADER_ATTEMPT: Final = "x-spangrad-attempt"
+MAX_ATTEMPT: Final = 999_999
+"""Highest retry number that is believed of a span or a header; a store counts on in 32 bits."""
 HEADER_STEP: Final = "x-spangrad-step"
 HEADER_PURPOSE: Final = "x-spangrad-purpose"
 HEADER_KEY: Final = "authorization"  # "Bearer KEY"

@@ -13,7 +13,8 @@ Invariants:
   `force_flush` tries all the same.
 * One thread of a process sends what waits on disk at a time; `export` never waits for it.
 * A batch that the hub refuses for good (a 4xx that is not about keys, load or time) is dropped and
-  counted: sending it again would hold up everything behind it.
+  counted: sending it again would hold up everything behind it. So are single spans that a hub names as
+  rejected in its answer.
 * HTTP goes through the standard library, below which spangrad captures nothing.
 """
 
@@ -28,8 +29,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
@@ -139,7 +144,9 @@ class HubExporter(SpanExporter):
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self.rejected = 0
-        """Batches that the hub refused for good."""
+        """Batches that the hub refused for good, whole or in part."""
+        self.lost_spans = 0
+        """Spans that could be neither delivered nor kept."""
         self._parts = parts
         self._headers = {"Content-Type": "application/x-protobuf"}
         if key:
@@ -187,13 +194,15 @@ class HubExporter(SpanExporter):
         before = self._spooled if self.is_waiting else 0
         kept = self.spool.append(request)
         self._spooled = before + (_span_count(request) if kept else 0)
-        if not kept and self._said.due():
-            logger.warning(
-                "hub %s does not answer and spool %r is full: %d batches lost so far",
-                self.url,
-                str(self.spool.directory),
-                self.dropped,
-            )
+        if not kept:
+            self.lost_spans += _span_count(request)
+            if self._said.due():
+                logger.warning(
+                    "hub %s does not answer and spool %r is full: %d batches lost so far",
+                    self.url,
+                    str(self.spool.directory),
+                    self.dropped,
+                )
         return kept
 
     def drain(self, *, at_once: bool = False) -> int:
@@ -277,7 +286,7 @@ class HubExporter(SpanExporter):
         return sent
 
     def _deliver(self, request: bytes, timeout_s: float) -> bool:
-        """Post once. Returns False, and counts, if the hub will never take it.
+        """Post once. Returns False, and counts, if the hub will never take it or some of its spans.
 
         Raises OSError or HTTPException if it may work later.
         """
@@ -294,20 +303,24 @@ class HubExporter(SpanExporter):
         try:
             connection.request("POST", f"{parts.path.rstrip('/')}/v1/traces", request, self._headers)
             response = connection.getresponse()
-            response.read()
+            answer = response.read()
         finally:
             connection.close()
-        if 200 <= response.status < 300:
-            return True
-        if response.status in _RETRY_LATER or not 400 <= response.status < 500:
+        is_taken = 200 <= response.status < 300
+        if not is_taken and (response.status in _RETRY_LATER or not 400 <= response.status < 500):
             raise http.client.HTTPException(f"status {response.status}")
+        refused = _rejected_spans(answer) if is_taken else _span_count(request)
+        if is_taken and not refused:
+            return True
         self.rejected += 1
+        self.lost_spans += refused
         logger.error(
-            "hub %s refuses a batch of %d bytes with status %d; it is dropped (%d so far)",
+            "hub %s refuses %d spans of a batch of %d bytes with status %d; they are dropped (%d so far)",
             self.url,
+            refused,
             len(request),
             response.status,
-            self.rejected,
+            self.lost_spans,
         )
         return False
 
@@ -347,5 +360,15 @@ def _result(good: bool) -> SpanExportResult:
 
 
 def _span_count(request: bytes) -> int:
-    resources = ExportTraceServiceRequest.FromString(request).resource_spans
+    try:
+        resources = ExportTraceServiceRequest.FromString(request).resource_spans
+    except DecodeError:
+        return 1
     return sum(len(scope.spans) for resource in resources for scope in resource.scope_spans)
+
+
+def _rejected_spans(answer: bytes) -> int:
+    try:
+        return int(ExportTraceServiceResponse.FromString(answer).partial_success.rejected_spans)
+    except DecodeError:  # not OTLP's answer, but a success
+        return 0

@@ -5,6 +5,7 @@ Knows connections; knows no table. Invariants:
 * one writer: a process-wide register and DuckDB's own file lock see to it;
 * a write is inside `transaction()`: when the block has ended it is on disk (DuckDB syncs
   its log at commit), when it raised there is nothing of it;
+* an error that is none of the caller's doing is one of `OUTAGES`;
 * SQL can't reach files or the network: external access is off and can't be turned on.
 """
 
@@ -18,7 +19,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import duckdb
 
@@ -33,6 +34,16 @@ _opened: set[Path] = set()
 _opened_lock = threading.Lock()
 
 _FULL = ("no space left", "file too large", "disk quota exceeded")
+_UNFIT = (duckdb.DataError, duckdb.IntegrityError, duckdb.NotSupportedError, duckdb.InvalidInputException)
+"""What DuckDB says of values that it can't take; anything else is the file's, the disk's or the memory's."""
+
+
+class DatabaseFailedError(StoreError):
+    """The database failed, whatever was asked of it; the same may work later."""
+
+
+OUTAGES: Final = (DatabaseFailedError, StoreFullError, StoreLockedError)
+"""Errors that say nothing of what was to be stored: keep it, and try again."""
 
 
 class Database:
@@ -42,6 +53,8 @@ class Database:
         """Open (and, for writing, create and migrate) the file."""
         self.path = Path(path).absolute()
         self.read_only = read_only
+        self.is_invalidated = False
+        """DuckDB met a fatal error: nothing works until the file is opened anew."""
         self._lock = threading.RLock()
         self._cursors: weakref.WeakSet[duckdb.DuckDBPyConnection] = weakref.WeakSet()
         self._is_closed = False
@@ -74,8 +87,7 @@ class Database:
     @contextmanager
     def transaction(self) -> Iterator[duckdb.DuckDBPyConnection]:
         """Write: commits when the block ends, rolls back when it raises. One at a time."""
-        if self.read_only:
-            raise StoreError(f"{str(self.path)!r} was opened with read_only=True; open it without to write")
+        self.check_writable()
         with self._lock:
             self._check_open()
             try:
@@ -87,7 +99,7 @@ class Database:
                     self._rollback()
                     raise
             except (duckdb.Error, OSError) as error:
-                raise store_error(error, self.path) from error
+                raise self._error(error) from error
 
     @contextmanager
     def snapshot(self) -> Iterator[duckdb.DuckDBPyConnection]:
@@ -100,11 +112,16 @@ class Database:
             cursor.execute("BEGIN TRANSACTION READ ONLY")
             yield cursor
         except duckdb.Error as error:
-            raise store_error(error, self.path) from error
+            raise self._error(error) from error
         finally:
             with self._lock:
                 self._cursors.discard(cursor)
                 cursor.close()
+
+    def check_writable(self) -> None:
+        """Raise StoreError if the file was opened for reading."""
+        if self.read_only:
+            raise StoreError(f"{str(self.path)!r} was opened with read_only=True; open it without to write")
 
     def close(self) -> None:
         """Fold the log into the file and release it. Harmless when repeated."""
@@ -124,9 +141,14 @@ class Database:
             # A commit that failed has rolled back already.
             return
 
+    def _error(self, error: Exception) -> StoreError:
+        if isinstance(error, duckdb.FatalException):
+            self.is_invalidated = True
+        return store_error(error, self.path)
+
     def _check_open(self) -> None:
         if self._is_closed:
-            raise StoreError(f"{str(self.path)!r} is closed; open it again")
+            raise DatabaseFailedError(f"{str(self.path)!r} is closed; open it again")
 
 
 def _stop(cursor: duckdb.DuckDBPyConnection) -> None:
@@ -157,11 +179,11 @@ def store_error(error: Exception, path: Path) -> StoreError:
         holder = re.search(r"PID (\d+)", text)
         return _locked(name, holder.group(1) if holder else "unknown")
     if "replaying wal" in text.lower():
-        return StoreError(
+        return DatabaseFailedError(
             f"the log of {name!r} is damaged; move '{name}.wal' aside, open the store again, "
             f"and send the last spans anew ({text})"
         )
-    return StoreError(f"{name!r}: {text}")
+    return (StoreError if isinstance(error, _UNFIT) else DatabaseFailedError)(f"{name!r}: {text}")
 
 
 def _locked(name: str, pid: Any) -> StoreLockedError:

@@ -19,6 +19,16 @@ from spangrad.store.tables.database import Database
 ROW_LIMIT: Final = 10_000
 TIMEOUT_S: Final = 30.0
 
+_ASKERS_FAULT: Final = (
+    duckdb.ProgrammingError,
+    duckdb.DataError,
+    duckdb.NotSupportedError,
+    duckdb.PermissionException,
+    duckdb.SequenceException,
+    duckdb.DependencyException,
+    duckdb.TransactionException,  # an attempt to write
+)
+
 
 def run_query(
     database: Database,
@@ -30,7 +40,6 @@ def run_query(
 ) -> list[dict[str, Any]]:
     """Rows of one read-only statement; StoreError if it writes, takes too long or returns too much."""
     with database.snapshot() as con:
-        _check(con, sql)
         is_late = threading.Event()
 
         def stop() -> None:
@@ -40,6 +49,7 @@ def run_query(
         timer = threading.Timer(timeout_s, stop)
         timer.start()
         try:
+            _check(con, sql)
             result = con.execute(sql, parameters) if parameters else con.execute(sql)
             rows = result.fetchmany(row_limit + 1)
         except duckdb.InterruptException as error:
@@ -48,6 +58,8 @@ def run_query(
             raise StoreError(
                 f"the query took longer than {timeout_s:g} s and was stopped; ask for less"
             ) from error
+        except _ASKERS_FAULT as error:
+            raise StoreError(f"{str(database.path)!r}: {' '.join(str(error).split())}") from error
         finally:
             timer.cancel()
         if len(rows) > row_limit:

@@ -66,6 +66,11 @@ def _check(rollout: Rollout) -> None:
             f"rollout {rollout.rollout_id!r} has attempt {rollout.attempt} of {rollout.max_attempts}; "
             "attempts count from 0 to max_attempts - 1"
         )
+    if rollout.max_attempts > conventions.MAX_ATTEMPT:
+        raise StoreError(
+            f"rollout {rollout.rollout_id!r} may have {rollout.max_attempts} attempts; "
+            f"{conventions.MAX_ATTEMPT} are allowed"
+        )
     if rollout.status is RolloutStatus.RUNNING:
         raise StoreError(
             f"rollout {rollout.rollout_id!r} can't be enqueued as running; enqueue it, then claim it"
@@ -250,7 +255,7 @@ def record_rollouts(con: duckdb.DuckDBPyConnection, spans: Sequence[tuple[Span, 
     first = _next_seq(con) if fresh else 0
     rows = []
     for i, (rollout_id, owned) in enumerate(fresh.items()):
-        attempt = owned[0][1][1] or 0
+        attempt = min(owned[0][1][1] or 0, conventions.MAX_ATTEMPT)
         known[rollout_id] = True
         rows.append(
             {

@@ -1,8 +1,10 @@
 """Rewards in and out.
 
 Knows the table `rewards`. Invariants: the author is what the caller's key says; a reward
-without an attempt is for the rollout's current one; the same reward twice is one row, and
-another value is another row (readers take the last one of a name and author).
+without an attempt is for the rollout's current one. A reward with a time is one row, however
+often it is sent; one without is given now, and is a repeat only of the latest row of its
+(rollout, attempt, call, name, author): any other value is another row, later than all before
+(readers take the last one of a name and author).
 """
 
 import math
@@ -18,6 +20,10 @@ from spangrad.store.encoding import encode_json
 from spangrad.store.records import Reward, RewardAuthor
 from spangrad.store.schema import REWARDS
 from spangrad.store.tables.rows import insert_rows, select_dicts
+
+_Subject = tuple[str, int | None, str | None, str]
+"""(rollout_id, attempt, call_id, name): what a reward is about."""
+_LAST_NS = 2**63 - 1
 
 
 def put_rewards(con: duckdb.DuckDBPyConnection, rewards: Sequence[Reward], author: RewardAuthor) -> int:
@@ -39,12 +45,14 @@ def put_rewards(con: duckdb.DuckDBPyConnection, rewards: Sequence[Reward], autho
         replace(r, author=author, attempt=current.get(r.rollout_id) if r.attempt is None else r.attempt)
         for r in rewards
     ]
-    return insert_rewards(con, [(reward, _identity(reward)) for reward in filled])
+    timed = [reward for reward in filled if reward.time_ns is not None]
+    new = insert_rewards(con, [(reward, _identity(reward)) for reward in timed])
+    given = _not_repeated(con, [reward for reward in filled if reward.time_ns is None], author)
+    return new + insert_rewards(con, [(reward, _identity(reward)) for reward in given])
 
 
 def insert_rewards(con: duckdb.DuckDBPyConnection, rewards: Sequence[tuple[Reward, str]]) -> int:
-    """Store rewards under the given identities, once each."""
-    now = time.time_ns()
+    """Store rewards, which have a time, under the given identities, once each."""
     rows = {
         identity: {
             "reward_id": identity,
@@ -55,11 +63,53 @@ def insert_rewards(con: duckdb.DuckDBPyConnection, rewards: Sequence[tuple[Rewar
             "value": reward.value,
             "author": str(reward.author),
             "explanation": reward.explanation,
-            "time_ns": now if reward.time_ns is None else reward.time_ns,
+            "time_ns": reward.time_ns,
         }
         for reward, identity in rewards
     }
-    return insert_rows(con, REWARDS, list(rows.values()), conflict="ignore")
+    if not rows:
+        return 0
+    known = con.execute(
+        "SELECT reward_id FROM rewards WHERE reward_id IN (SELECT unnest(?::VARCHAR[]))", [list(rows)]
+    ).fetchall()
+    for (identity,) in known:
+        del rows[identity]
+    return insert_rows(con, REWARDS, list(rows.values()))  # `ignore` would change their order
+
+
+def _not_repeated(
+    con: duckdb.DuckDBPyConnection, rewards: Sequence[Reward], author: RewardAuthor
+) -> list[Reward]:
+    """Rewards given now that say something new, with times behind all that is known of their subject."""
+    known: dict[_Subject, list[Reward]] = {}
+    for row in select_rewards(con, list({reward.rollout_id for reward in rewards})) if rewards else ():
+        if row.author == author:
+            known.setdefault(_subject(row), []).append(row)
+    by_subject: dict[_Subject, list[Reward]] = {}
+    for reward in rewards:
+        said = by_subject.setdefault(_subject(reward), [])
+        if not said or _content(said[-1]) != _content(reward):
+            said.append(reward)
+    now = time.time_ns()
+    fresh: list[Reward] = []
+    for subject, said in by_subject.items():
+        before = known.get(subject, [])
+        contents = [_content(reward) for reward in said]
+        if contents == [_content(row) for row in before[-len(said) :]]:
+            continue  # the whole request came before
+        if before and contents[0] == _content(before[-1]):
+            said = said[1:]
+        first = max(now, (before[-1].time_ns or 0) + 1) if before else now
+        fresh += [replace(reward, time_ns=min(first + i, _LAST_NS)) for i, reward in enumerate(said)]
+    return fresh
+
+
+def _subject(reward: Reward) -> _Subject:
+    return reward.rollout_id, reward.attempt, reward.call_id, reward.name
+
+
+def _content(reward: Reward) -> tuple[float, str | None]:
+    return float(reward.value), reward.explanation
 
 
 def _identity(reward: Reward) -> str:
@@ -77,11 +127,11 @@ def _identity(reward: Reward) -> str:
 
 
 def select_rewards(con: duckdb.DuckDBPyConnection, rollout_ids: Sequence[str] | None) -> list[Reward]:
-    """Rewards of these rollouts (all without), in order of time."""
+    """Rewards of these rollouts (all without), in order of time; of the same time, as they came."""
     where, parameters = "", []
     if rollout_ids is not None:
         where, parameters = " WHERE rollout_id IN (SELECT unnest(?::VARCHAR[]))", [list(rollout_ids)]
-    rows = select_dicts(con, f"SELECT * FROM rewards{where} ORDER BY time_ns, reward_id", parameters)
+    rows = select_dicts(con, f"SELECT * FROM rewards{where} ORDER BY time_ns, rowid", parameters)
     return [
         Reward(
             rollout_id=row["rollout_id"],

@@ -4,12 +4,14 @@ Knows how schema types map to Arrow types. Knows no particular table.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, Literal
 
 import duckdb
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from spangrad.store.schema import Table
+from spangrad.errors import StoreError
+from spangrad.store.schema import Column, Table
 
 _ARROW: Final[Mapping[str, pa.DataType]] = {
     "VARCHAR": pa.string(),
@@ -32,18 +34,30 @@ def insert_rows(
     *,
     conflict: Literal["fail", "ignore", "replace"] = "fail",
 ) -> int:
-    """Insert rows (a column that a row lacks becomes NULL). Returns how many were new or replaced."""
+    """Insert rows (a column that a row lacks becomes NULL). Returns how many were new or replaced.
+
+    Raises StoreError if a value does not fit into its column.
+    """
     if not rows:
         return 0
-    arrays = [
-        pa.array([row.get(column.name) for row in rows], _ARROW[column.type]) for column in table.columns
-    ]
+    arrays = [_array([row.get(column.name) for row in rows], table, column) for column in table.columns]
     con.register("new_rows", pa.table(arrays, names=[column.name for column in table.columns]))
     how = {"fail": "INSERT", "ignore": "INSERT OR IGNORE", "replace": "INSERT OR REPLACE"}[conflict]
     try:
         return int(con.execute(f"{how} INTO {table.name} SELECT * FROM new_rows").fetchall()[0][0])
     finally:
-        con.unregister("new_rows")
+        with suppress(duckdb.Error):  # after a failed INSERT all is refused until the rollback
+            con.unregister("new_rows")
+
+
+def _array(values: Sequence[Any], table: Table, column: Column) -> pa.Array:
+    try:
+        return pa.array(values, _ARROW[column.type])
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+        raise StoreError(
+            f"a value does not fit into the column {column.name!r} of {table.name!r}, "
+            f"which is {column.type}: {error}"
+        ) from error
 
 
 def select_dicts(

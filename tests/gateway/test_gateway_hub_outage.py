@@ -14,6 +14,7 @@ from spangrad.tracer.gateway import GatewayConfig, running
 from tests.gateway.gateway_setup import body
 from tests.gateway.stub_engine import StubEngine
 from tests.store.hub_process import HubProcess
+from tests.tracer.stub_server import hub_server
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -102,6 +103,25 @@ def test_flush_fails_while_spans_of_an_earlier_gateway_wait(
         again = start_hub(hub.port)
         wait_until(lambda: stored(again) == ["r-0"])
         assert flush(url).status_code == 200
+
+
+def test_spans_that_a_hub_refuses_when_it_is_back_are_dropped_and_no_longer_waited_for(
+    engine: StubEngine, tmp_path: Path
+) -> None:
+    with hub_server() as hub:
+        config = GatewayConfig(
+            engine_url=engine.url, store=hub.url, port=0, spool_dir=tmp_path / "spool", flush_timeout_s=1.5
+        )
+        with running(config) as url:
+            hub.status = 503
+            call(url, 0)
+            assert flush(url).json()["spans"] == {"exported": 0, "dropped": 0, "waiting": 1}
+            hub.status = 400
+            wait_until(lambda: flush(url).status_code == 200)
+            assert flush(url).json()["spans"] == {"exported": 0, "dropped": 1, "waiting": 0}
+            hub.status = 200
+            call(url, 1)
+            assert flush(url).json()["spans"] == {"exported": 1, "dropped": 1, "waiting": 0}
 
 
 def test_a_flush_timeout_must_be_above_zero() -> None:

@@ -24,6 +24,8 @@ def run(task):
         return {"text": "\ud800"}
     if what == "nan":
         return {"value": float("nan")}
+    if what == "call":
+        _call()
     if what == "kill gateway":
         _call()
         if not (marker := Path(task["marker"])).exists():

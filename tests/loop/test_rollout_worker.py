@@ -6,11 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from spangrad.adapters.calls import calls_of
 from spangrad.errors import RolloutError
 from spangrad.store import open_store
 from spangrad.store.records import Rollout, RolloutStatus
+from spangrad.tracer.exporter import HubExporter
+from spangrad.tracer.gateway import GatewayConfig, running
 from spangrad.trainer.processes import free_port
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
 from spangrad.trainer.rollouts.worker import RolloutWorker, as_reward
@@ -127,10 +130,12 @@ def test_a_rollout_whose_gateway_was_killed_under_it_is_run_again(hub, tmp_path)
         config = replace(hub.config, gateway_port=free_port(), engine_url=engine.url)
         with Stack(config) as stack:
             stack.start_gateway()
-            task = {"what": "kill gateway", "pid": stack.gateway.pid, "marker": str(tmp_path / "marker")}
+            first = stack.gateway
+            assert first is not None
+            task = {"what": "kill gateway", "pid": first.pid, "marker": str(tmp_path / "marker")}
             working = thread.submit(work, hub, tmp_path, {"a": task}, gateway=stack.gateway_url)
-            wait_until(lambda: not stack.gateway.is_alive() or working.done())
-            stack.gateway.stop()
+            wait_until(lambda: not first.is_alive() or working.done())
+            first.stop()
             stack.start_gateway()
             found, _, report = working.result()
     assert (found["a"].status, found["a"].attempt) == (RolloutStatus.SUCCEEDED, 1)
@@ -140,6 +145,50 @@ def test_a_rollout_whose_gateway_was_killed_under_it_is_run_again(hub, tmp_path)
     calls = list(calls_of(store, [found["a"].rollout_id]))
     store.close()
     assert [call.grade for call in calls] == ["exact", "exact"]
+
+
+class Losing(SpanExporter):
+    """Loses the first spans, then sends to a hub."""
+
+    def __init__(self, exporter, losses):
+        self.exporter, self.losses = exporter, losses
+
+    def export(self, spans):
+        if self.losses <= 0:
+            return self.exporter.export(spans)
+        self.losses -= len(spans)
+        return SpanExportResult.FAILURE
+
+    def force_flush(self, timeout_millis=30_000):
+        return self.exporter.force_flush(timeout_millis)
+
+    def shutdown(self):
+        self.exporter.shutdown()
+
+
+def work_behind_a_losing_gateway(hub, tmp_path, task, *, losses):
+    with stub_engine() as engine:
+        config = GatewayConfig(engine_url=engine.url, store=hub.hub_url, port=0, agent_key=hub.keys.agent)
+        exporter = HubExporter(hub.hub_url, hub.keys.agent, tmp_path / "spool", timeout_s=30)
+        with running(config, exporter=Losing(exporter, losses)) as url:
+            return work(hub, tmp_path, {"a": task}, gateway=url)
+
+
+def test_a_rollout_whose_spans_were_dropped_is_run_again_and_that_uses_an_attempt_up(hub, tmp_path):
+    found, rewards, report = work_behind_a_losing_gateway(hub, tmp_path, {"what": "call"}, losses=1)
+    assert (found["a"].status, found["a"].attempt) == (RolloutStatus.SUCCEEDED, 1)
+    assert found["a"].max_attempts == 2 and rewards == {"a": 1.0}
+    assert report.failed_attempts == 1 and "dropped spans in mid-rollout" in report.first_error
+    store = open_store(hub.hub_url, hub.keys.trainer)
+    assert len(list(calls_of(store, [found["a"].rollout_id]))) == 1
+    store.close()
+
+
+def test_a_rollout_whose_spans_are_dropped_every_time_fails_when_its_attempts_are_used_up(hub, tmp_path):
+    found, rewards, report = work_behind_a_losing_gateway(hub, tmp_path, {"what": "call"}, losses=10**6)
+    assert (found["a"].status, found["a"].attempt) == (RolloutStatus.FAILED, 1)
+    assert found["a"].error_type == "SpansDroppedError" and "calls may be missing" in found["a"].error
+    assert rewards == {} and report.failed_attempts == 2
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "1", {}, []])

@@ -255,3 +255,44 @@ def test_rewards_carry_attempt_author_and_time_and_are_stored_once(store: FileSt
     assert len(store.rewards()) == 3
     with pytest.raises(StoreError, match="nan"):
         store.put_rewards([Reward("a", float("nan"))])
+
+
+def values(store: FileStore) -> list[float]:
+    return [reward.value for reward in store.rewards(["a"])]
+
+
+def test_a_reward_set_back_to_an_earlier_value_counts(store: FileStore) -> None:
+    for value, new in ((0.0, 1), (1.0, 1), (0.0, 1), (0.0, 0), (1.0, 1)):
+        assert store.put_rewards([Reward("a", value)]) == new
+    assert values(store) == [0.0, 1.0, 0.0, 1.0]
+    assert store.put_rewards([Reward("a", 1.0, explanation="why")]) == 1
+
+
+def test_a_request_sent_twice_changes_nothing_whatever_it_says(store: FileStore) -> None:
+    given = [Reward("a", value) for value in (0.0, 1.0, 0.0)] + [Reward("b", 0.0), Reward("a", 1.0, "tests")]
+    assert [store.put_rewards(given), store.put_rewards(given)] == [5, 0]
+    assert [r.value for r in store.rewards(["a"]) if r.name == "reward"] == [0.0, 1.0, 0.0]
+
+
+def test_a_reward_is_a_repeat_only_of_its_own_attempt_call_name_and_author(store: FileStore) -> None:
+    same = [
+        Reward("a", 1.0, attempt=0),
+        Reward("a", 1.0, attempt=1),
+        Reward("a", 1.0, attempt=0, call_id="c"),
+        Reward("a", 1.0, attempt=0, name="tests"),
+        Reward("b", 1.0, attempt=0),
+    ]
+    assert [store.put_rewards([reward]) for reward in same] == [1] * 5
+    assert store.put_rewards([same[0]], author=RewardAuthor.EVALUATOR) == 1
+    assert [store.put_rewards([reward]) for reward in same] == [0] * 5
+
+
+def test_a_reward_with_a_time_is_one_row_and_one_given_now_comes_after_it(store: FileStore) -> None:
+    past, future = Reward("a", 0.0, time_ns=5), Reward("a", 1.0, time_ns=time.time_ns() + 10**15)
+    assert store.put_rewards([future, past]) == 2
+    assert store.put_rewards([Reward("a", 0.0)]) == 1
+    assert store.put_rewards([past, future]) == 0
+    assert values(store) == [0.0, 1.0, 0.0]
+    together = [Reward("b", float(i), time_ns=7) for i in range(20)]
+    assert store.put_rewards(together) == 20
+    assert [r.value for r in store.rewards(["b"])] == [float(i) for i in range(20)]

@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTracePartialSuccess,
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 
 PROMPT_IDS = [1, 70000, 2, 151643]
 ARGUMENTS = '{"city": "Zürich",  "days":2}'
@@ -281,6 +285,8 @@ class HubServer:
     requests: list[bytes] = field(default_factory=list)
     """What was answered with 200."""
     refused: int = 0
+    rejects: int = 0
+    """Spans that it says, with 200, it rejects of every batch."""
 
     def spans(self) -> list[Any]:
         return [
@@ -303,7 +309,8 @@ def _hub_handler(hub: HubServer) -> type[_Handler]:
                 self.reply(404, b"")
             elif hub.status == 200:
                 hub.requests.append(body)
-                self.reply(200, b"")
+                partial = ExportTracePartialSuccess(rejected_spans=hub.rejects) if hub.rejects else None
+                self.reply(200, ExportTraceServiceResponse(partial_success=partial).SerializeToString())
             else:
                 hub.refused += 1
                 self.reply(hub.status, b"")

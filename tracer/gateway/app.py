@@ -47,6 +47,8 @@ CONNECT_TIMEOUT_S = 5.0
 KEEPALIVE_S = 2.0
 """Below the 5 s after which uvicorn, and so vLLM, closes an idle connection under a request."""
 PREFIXES = ("", "/rollout/{rollout_id}", "/rollout/{rollout_id}/{attempt:int}")
+MAX_ATTEMPT_DIGITS = 20
+"""Longer texts are not even read as numbers."""
 READABLE = ("/health", "/ping", "/version")
 """The engine's paths outside /v1 that agents may read."""
 
@@ -161,16 +163,24 @@ def _origin(request: Request) -> dict[str, Any]:
     """Whose call it is: from the URL, else from the headers. Raises ValueError."""
     headers = request.headers
     rollout_id = request.path_params.get("rollout_id") or headers.get(names.HEADER_ROLLOUT)
-    attempt: Any = request.path_params.get("attempt", headers.get(names.HEADER_ATTEMPT, 0))
-    if isinstance(attempt, str) and not (attempt.isascii() and attempt.isdigit()):
-        raise ValueError(f"header {names.HEADER_ATTEMPT} is {attempt!r}; expected a number, 0 or more")
+    if "attempt" in request.path_params:
+        attempt = _attempt(str(request.path_params["attempt"]), "the URL's attempt")
+    else:
+        attempt = _attempt(headers.get(names.HEADER_ATTEMPT, "0"), f"header {names.HEADER_ATTEMPT}")
     origin: dict[str, Any] = {}
     if rollout_id:
-        origin |= {names.ROLLOUT_ID: rollout_id, names.ATTEMPT: int(attempt)}
+        origin |= {names.ROLLOUT_ID: rollout_id, names.ATTEMPT: attempt}
     for header, attribute in ((names.HEADER_STEP, names.STEP_NAME), (names.HEADER_PURPOSE, names.PURPOSE)):
         if headers.get(header):
             origin[attribute] = headers[header]
     return origin
+
+
+def _attempt(text: str, where: str) -> int:
+    is_number = text.isascii() and text.isdigit() and len(text) <= MAX_ATTEMPT_DIGITS
+    if not is_number or int(text) > names.MAX_ATTEMPT:
+        raise ValueError(f"{where} is {text[:40]!r}; expected a number from 0 to {names.MAX_ATTEMPT}")
+    return int(text)
 
 
 class _Reads:

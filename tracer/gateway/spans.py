@@ -159,11 +159,11 @@ class SpanRecorder:
 
     def counts(self) -> dict[str, int]:
         """Spans that are in the store, dropped, and that are still waiting, in memory or on disk."""
-        accepted, refused, on_disk = self._exporter.accepted, self._exporter.refused, self._exporter.on_disk
+        returned, lost, on_disk = self._exporter.returned, self._exporter.lost, self._exporter.on_disk
         return {
-            "exported": max(0, accepted - on_disk),
-            "dropped": self._dropped + refused,
-            "waiting": self._ended - accepted - refused + on_disk,
+            "exported": max(0, returned - lost - on_disk),
+            "dropped": self._dropped + lost,
+            "waiting": self._ended - returned + on_disk,
         }
 
     def _flush_exporter(self, deadline: float) -> bool:
@@ -189,9 +189,14 @@ class _CountingExporter(SpanExporter):
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
         self.taken = 0
-        self.accepted = 0
-        """Spans that were delivered or kept on disk."""
-        self.refused = 0
+        self.returned = 0
+        """Spans that were delivered, kept on disk or lost."""
+        self._failed = 0
+
+    @property
+    def lost(self) -> int:
+        """Spans that will never be in the store, also those that the hub refused when it came back."""
+        return self._failed + (self._exporter.lost_spans if isinstance(self._exporter, HubExporter) else 0)
 
     @property
     def on_disk(self) -> int:
@@ -207,15 +212,15 @@ class _CountingExporter(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.taken += len(spans)
+        is_counted = isinstance(self._exporter, HubExporter)  # it counts, span by span, what it loses
         try:
             result = self._exporter.export(spans)
         except Exception:  # boundary: the exporter's thread must live on
             logger.exception("%s failed to export %d spans", type(self._exporter).__name__, len(spans))
-            result = SpanExportResult.FAILURE
-        if result is SpanExportResult.SUCCESS:
-            self.accepted += len(spans)
-        else:
-            self.refused += len(spans)
+            result, is_counted = SpanExportResult.FAILURE, False
+        if result is not SpanExportResult.SUCCESS and not is_counted:
+            self._failed += len(spans)
+        self.returned += len(spans)
         return result
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:

@@ -4,6 +4,7 @@ Knows the gateway's own routes. Knows no rollouts.
 """
 
 import time
+from dataclasses import dataclass
 
 import httpx
 
@@ -12,12 +13,22 @@ from spangrad.errors import EngineError, RolloutError
 FLUSH_TIMEOUT_S = 60.0
 
 
-def flush(gateway_url: str, key: str | None) -> tuple[bool, str]:
+@dataclass(frozen=True, slots=True)
+class GatewayState:
+    """What tells whether a gateway loses spans: equal before and after a call, the call is in the store."""
+
+    instance: str
+    """Another one has another: what the one before had in memory is gone."""
+    dropped: int
+    """Spans that this instance could not record, or that the hub refused for good."""
+
+
+def flush(gateway_url: str, key: str | None) -> tuple[bool, GatewayState]:
     """Have the gateway hand over the spans of all ended calls.
 
     Returns:
-        Whether they are in the store (else some wait for the hub), and the gateway's instance:
-        one that is still the same has lost none.
+        Whether nothing waits for the hub any more, and the gateway's state: spans that were
+        dropped do not wait.
 
     Raises:
         httpx.HTTPError: No gateway answers.
@@ -26,9 +37,11 @@ def flush(gateway_url: str, key: str | None) -> tuple[bool, str]:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     reply = httpx.post(f"{gateway_url}/spangrad/flush", headers=headers, timeout=FLUSH_TIMEOUT_S)
     if reply.status_code not in (httpx.codes.OK, httpx.codes.SERVICE_UNAVAILABLE):
-        said = f"{reply.status_code} {reply.text[:500]}"
-        raise RolloutError(f"the gateway at {gateway_url} does not hand over its spans: {said}")
-    return reply.status_code == httpx.codes.OK, str(reply.json()["instance"])
+        answer = f"{reply.status_code} {reply.text[:500]}"
+        raise RolloutError(f"the gateway at {gateway_url} does not hand over its spans: {answer}")
+    said = reply.json()
+    state = GatewayState(str(said["instance"]), int(said["spans"]["dropped"]))
+    return reply.status_code == httpx.codes.OK, state
 
 
 def engine_answers(gateway_url: str) -> bool:

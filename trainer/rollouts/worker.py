@@ -5,7 +5,8 @@ process (`spangrad.trainer.rollouts.agent_host`) that holds the agent's key only
 happens here, after the rollout has ended.
 
 * A rollout is finished only after its spans are durable in the store, the agent's and the gateway's.
-* A gateway that was restarted in mid-rollout may have lost calls: the attempt is run again.
+* A gateway that was restarted or that dropped spans in mid-rollout may have lost calls: the attempt
+  is run again. A restart is free; a drop uses the attempt up, as it may come back every time.
 * A failed or overdue attempt is requeued while attempts are left; half a rollout is
   never marked as succeeded.
 * A reward function that raises gives no reward, not 0; it is counted.
@@ -31,7 +32,7 @@ from spangrad.store.base import Store
 from spangrad.store.records import Reward, Rollout, RolloutStatus
 from spangrad.trainer.plugins import load_callable
 from spangrad.trainer.rollouts.agent_process import AgentProcess, WorkerConfig
-from spangrad.trainer.rollouts.gateway_client import flush, wait_for_engine
+from spangrad.trainer.rollouts.gateway_client import GatewayState, flush, wait_for_engine
 from spangrad.trainer.serving.publish import served_version
 
 logger = logging.getLogger(__name__)
@@ -64,8 +65,8 @@ class _Attempt:
     rollout: Rollout
     until: float
     """When it is overdue, on the monotonic clock."""
-    gateway: str | None
-    """Instance of the gateway when it began."""
+    gateway: GatewayState | None
+    """State of the gateway when it began."""
 
 
 class RolloutWorker:
@@ -96,7 +97,7 @@ class RolloutWorker:
         self._report = WorkerReport()
         self._suspects = 0
         self._agent_host()  # an agent that can't be started must not cost a rollout its attempts
-        self._gateway: str | None = None
+        self._gateway: GatewayState | None = None
         while config.has_gateway and self._gateway is None:
             self._flush()
         beat = threading.Event()
@@ -183,11 +184,15 @@ class RolloutWorker:
         ended = list(self._ended.values())
         for attempt, reply in ended:
             rollout = attempt.rollout
-            if attempt.gateway != self._gateway:
+            before, now = attempt.gateway, self._gateway
+            if (before and before.instance) != (now and now.instance):
                 text = "the gateway was restarted in mid-rollout; calls may be missing"
                 self._fail(rollout, "GatewayRestartedError", text, free=True)
             elif "failed" in reply:
                 self._fail(rollout, reply["error_type"], reply["error"])
+            elif before != now:
+                text = "the gateway dropped spans in mid-rollout; calls may be missing"
+                self._fail(rollout, "SpansDroppedError", text)
             else:
                 self._finish(rollout, reply["output"])
             del self._ended[rollout.rollout_id]
