@@ -11,7 +11,7 @@ import dataclasses
 import json
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,7 @@ class DemoOptions:
     cache: str = ".spangrad/policies"
     """Where finished warm starts are kept."""
     seed: int = 0
+    """Of expert, weights, data order and tasks, those of the evaluation too."""
     updates: int | None = None
     """None: as `demo.toml` says."""
     json: bool = False
@@ -124,17 +125,7 @@ def run_demo(options: DemoOptions, *, console: Console | None = None) -> DemoRes
                 config,
                 prepared.warm,
                 keys,
-                learner=lambda model: start_learner(
-                    dataclasses.replace(
-                        config.learner,
-                        model_path=str(model),
-                        objective="bc",
-                        lr=prepared.warm.lr,
-                        dtype=prepared.warm.dtype,
-                        seed=options.seed,
-                        threads=2,
-                    )
-                ),
+                learner=start_learner,
                 cache=Path(options.cache).resolve(),
                 seed=options.seed,
                 fresh=options.fresh,
@@ -267,7 +258,9 @@ def _load(example: Path, options: DemoOptions, folder: Path) -> tuple[WarmStartC
     if options.updates is not None:
         run["updates"] = options.updates
     config = build(TrainConfig, {**raw, "run": run, "base_dir": str(example)}, where=str(file))
-    return warm, config
+    # Every seed is measured on held-out tasks of its own.
+    evaluation = dataclasses.replace(config.eval, seed=config.eval.seed + options.seed)
+    return warm, dataclasses.replace(config, eval=evaluation)
 
 
 def _stack(config: TrainConfig, folder: Path, options: DemoOptions) -> Stack:
@@ -331,19 +324,21 @@ def _rate(found: Evaluation) -> SuccessRate:
 
 def _write(result: DemoResult, config: TrainConfig, prepared: Prepared) -> DemoResult:
     curve_file = prepared.example / "cloning_curve.json"
-    curve = json.loads(curve_file.read_text())["points"] if curve_file.is_file() else []
+    curve = json.loads(curve_file.read_text()) if curve_file.is_file() else {}
     report = RunReport(
         title=f"spangrad: {prepared.example.name}",
         before=EvalResult(greedy=_rate(result.before), sampled=_rate(result.before_sampled)),
         after=EvalResult(greedy=_rate(result.after), sampled=_rate(result.after_sampled)),
         updates=result.history,
-        cloning_curve=curve,
+        cloning_curve=curve.get("points", ()),
+        cloning_source=measured_by(curve),
         config=to_dict(config),
         store=result.store,
         examples=result.examples,
         notes=[
             f"{result.updates} updates, {result.minutes:.1f} minutes, seed {config.run.seed}.",
-            f"The cloned expert itself succeeds on {result.warm_start.expert_success:.0%} of its rollouts.",
+            f"The cloned expert itself succeeds on {result.warm_start.expert_success:.0%} of its"
+            f" {result.warm_start.rollouts} rollouts ({result.warm_start.failed} of them failed).",
             f"Mean engine-to-learner logprob gap: {result.gap_mean:.2g} nats.",
         ],
     )
@@ -353,10 +348,19 @@ def _write(result: DemoResult, config: TrainConfig, prepared: Prepared) -> DemoR
     return result
 
 
+def measured_by(curve: Mapping[str, Any]) -> str:
+    """Where a `cloning_curve.json` comes from, as far as it says."""
+    names = ("command", "date", "seed", "schedule")
+    told = {name: curve[name] for name in names if name in curve}
+    parts = [f"`{told.pop('command')}`"] if "command" in told else []
+    return ", ".join([*parts, *(f"{name} {value}" for name, value in told.items())])
+
+
 def _warm_line(warm: WarmStart) -> str:
     source = "from the cache" if warm.from_cache else f"{warm.calls} calls of {warm.rollouts} rollouts"
     return (
-        f"  {source}; {warm.trained_tokens} tokens cloned, {warm.refused} calls refused;"
+        f"  {source}; {warm.failed} rollouts failed, {warm.refused} calls refused,"
+        f" {warm.trained_tokens} tokens cloned;"
         f" the expert succeeds on {warm.expert_success:.0%}, cloning loss {warm.loss:.3f} nats/token"
     )
 

@@ -2,7 +2,8 @@
 
 The answer is right when its SQL gives the rows of the right SQL, in the shop that was
 asked about and in its twin with other rows. Anything else (no SQL, SQL that fails, writes,
-reads files, runs too long or returns too much) is wrong, never an error.
+reads files, runs too long or returns too much) is wrong, never an error. Only a failure of
+the right SQL itself raises.
 """
 
 from collections.abc import Mapping
@@ -23,17 +24,20 @@ def reward(task: Mapping[str, Any], output: Mapping[str, Any]) -> float:
     Args:
         task: One of `tasks.tasks`.
         output: What `agent.run` returned; `answer` is the SQL.
+
+    Raises:
+        QueryError: The right query failed; nothing is known about the answer.
     """
     answer = output.get("answer")
     if not isinstance(answer, str):
         return 0.0
-    try:
-        for twin in (False, True):
+    for twin in (False, True):
+        # Outside `try`: if the right query is stopped (a loaded machine), there is no reward, not 0.
+        expected = run_sql(task["database"], right_sql(task), twin=twin)
+        try:
             result = run_sql(task["database"], answer, twin=twin)
-            if sorted(result, key=repr) != sorted(
-                run_sql(task["database"], right_sql(task), twin=twin), key=repr
-            ):
-                return 0.0
-    except QueryError:
-        return 0.0
+        except QueryError:
+            return 0.0
+        if sorted(result, key=repr) != sorted(expected, key=repr):
+            return 0.0
     return 1.0

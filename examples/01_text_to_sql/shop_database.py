@@ -8,7 +8,8 @@ about: to know the two words one has to look at the schema.
 Invariants: SQL of a model can only read (one SELECT, in a read-only transaction, without
 files or settings), ends after `TIMEOUT_S`, and returns at most `MAX_ROWS` rows. The rows
 of a shop depend on its name and on `twin` alone. The twin is a shop with the same schema
-and other rows: an answer that is right in both is a query, not a number learnt by heart.
+and other rows: `tasks.py` asks only what has another answer in the twin, so that no constant
+(the number that the tool just returned, say) is right in both.
 """
 
 import random
@@ -65,13 +66,19 @@ def _connect(database: str, twin: bool) -> duckdb.DuckDBPyConnection:
     )
     rng = random.Random(f"{database} {twin}")
     rows = [
-        f"('{rng.choice(CUSTOMERS)}', '{rng.choice(PRODUCTS)}', '{rng.choice(MONTHS)}',"
-        f" {rng.randint(1, 99)}, '{valid if rng.random() < 0.6 else INVALID_CODE}')"
+        (
+            rng.choice(CUSTOMERS),
+            rng.choice(PRODUCTS),
+            rng.choice(MONTHS),
+            rng.randint(1, 99),
+            valid if rng.random() < 0.6 else INVALID_CODE,
+        )
         for _ in range(600)
     ]
-    connection.execute("INSERT INTO orders VALUES " + ",".join(rows))
-    people = [f"('{name}', '{rng.choice(CITIES)}')" for name in CUSTOMERS]
-    connection.execute("INSERT INTO customers VALUES " + ",".join(people))
+    people = [(name, rng.choice(CITIES)) for name in CUSTOMERS]
+    for table, values in (("orders", rows), ("customers", people)):  # by column: 5 times faster than by row
+        columns = [list(column) for column in zip(*values, strict=True)]
+        connection.execute(f"INSERT INTO {table} SELECT {', '.join(['unnest(?)'] * len(columns))}", columns)
     connection.execute("SET enable_external_access = false; SET lock_configuration = true")
     return connection
 

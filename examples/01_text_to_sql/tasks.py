@@ -3,18 +3,27 @@
 `tasks(split, n, seed)` gives n tasks. No question of `eval`, in whatever wording, is ever
 asked in `train`, and no shop of `eval` is a shop of `train`: what is measured is a habit
 that carries over, not a memory. The right SQL is in no task; `reward.py` derives it.
+
+A question is asked only about a shop where the right query's rows are other ones than what the
+usual mistakes give, and than what it gives in the shop's twin: no constant is ever right.
 """
 
 import hashlib
 import random
+from collections import deque
 from collections.abc import Iterator
-from itertools import product
+from itertools import islice, product
 from typing import Any, Literal
 
 from shop_database import MONEY_COLUMNS, VALID_CODES, all_databases, run_sql
 from shop_questions import ENTITIES, INTENTS, Question
 
 Split = Literal["train", "eval"]
+Drawn = tuple[Question, int, str]
+"""A question, the number of a wording, and a shop."""
+
+DISTINCT = 100
+"""So many training tasks in a row are about different pairs of question and shop."""
 
 
 def _is_held_out(key: str) -> bool:
@@ -42,34 +51,68 @@ def questions(split: Split) -> dict[str, list[Question]]:
 
 
 def tasks(split: Split, n: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Draw n tasks; the same arguments give the same tasks."""
+    """Draw n tasks; the same arguments give the same tasks, fewer of them the first ones.
+
+    `train` draws intents by their weights, again and again, but no pair of question and shop twice
+    among `DISTINCT` tasks. `eval` draws without replacement: every held-out question once, intents
+    evenly mixed, before any is asked a second time, in its other wording and about another shop. No
+    question is asked more than twice, no prompt more than once.
+
+    Raises:
+        ValueError: There are fewer held-out tasks than n.
+    """
     rng = random.Random(f"{split} {seed}")
-    drawn = _draw(split, rng)
+    drawn = list(islice(_draw(rng) if split == "train" else _draw_each(rng), n))
+    if len(drawn) < n:
+        raise ValueError(
+            f"{n} tasks of split {split!r} were asked for, there are {len(drawn)}; ask for fewer"
+        )
     return [
-        {
-            "task_id": f"{split}-{seed}-{index}",
-            "question": question.word(rng.randrange(len(question.intent.wordings))),
-            "database": database,
-        }
-        for index, (question, database) in zip(range(n), drawn, strict=False)
+        {"task_id": f"{split}-{seed}-{index}", "question": question.word(wording), "database": database}
+        for index, (question, wording, database) in enumerate(drawn)
     ]
 
 
-def _draw(split: Split, rng: random.Random) -> Iterator[tuple[Question, str]]:
-    by_intent, shops = questions(split), databases(split)
+def _draw(rng: random.Random) -> Iterator[Drawn]:
+    """Training tasks without end."""
+    by_intent, shops = questions("train"), databases("train")
     weights = [intent.weight for intent in INTENTS]
+    recent: deque[tuple[str, str]] = deque(maxlen=DISTINCT - 1)
     while True:
         intent = rng.choices(INTENTS, weights)[0]
         question, database = rng.choice(by_intent[intent.name]), rng.choice(shops)
-        if _is_telling(question, database):
-            yield question, database
+        if (question.key, database) not in recent and _is_telling(question, database):
+            recent.append((question.key, database))
+            yield question, rng.randrange(len(intent.wordings)), database
+
+
+def _draw_each(rng: random.Random) -> Iterator[Drawn]:
+    """Held-out tasks: every question in one of its wordings, then every one in the next wording."""
+    places: list[tuple[float, Question, list[int], list[str]]] = []
+    for found in questions("eval").values():
+        rng.shuffle(found)
+        for place, question in enumerate(found):
+            wordings, shops = list(range(len(question.intent.wordings))), databases("eval")
+            rng.shuffle(wordings)
+            rng.shuffle(shops)
+            # An intent of 2 questions has them at 1/4 and 3/4 of the round, one of 10 at 1/20, 3/20, ...
+            places.append(((place + 0.5) / len(found), question, wordings, shops))
+    places.sort(key=lambda each: each[0])
+    for round_ in range(max(len(intent.wordings) for intent in INTENTS)):
+        for _, question, wordings, shops in places:
+            database = next((shop for shop in shops if _is_telling(question, shop)), None)
+            if round_ < len(wordings) and database is not None:
+                shops.remove(database)
+                yield question, wordings[round_], database
 
 
 def _is_telling(question: Question, database: str) -> bool:
-    """Whether the usual mistakes give another result than the right query does."""
+    """Whether the usual mistakes, and the twin, give another result than the right query does."""
     right = question.right_sql(*database.split("/"))
     result = run_sql(database, right)
     if result in ([], [(None,)], [(0,)]):
         return False
     mistakes = {right.split(" AND status")[0], right.replace("DISTINCT ", "")} - {right}
-    return all(run_sql(database, mistake) != result for mistake in mistakes)
+    if any(run_sql(database, mistake) == result for mistake in mistakes):
+        return False
+    return run_sql(database, right, twin=True) != result

@@ -1,3 +1,4 @@
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -54,3 +55,19 @@ def test_splits_are_disjoint_and_every_problem_is_read_back():
     }
     assert found["train"] and found["eval"] and not found["train"] & found["eval"]
     assert tasks("train", 30, 2) == tasks("train", 60, 2)[:30]
+
+
+def test_held_out_problems_are_drawn_without_replacement_and_kinds_in_turn():
+    drawn = [word_problems.read_problem(task["question"]) for task in tasks("eval", 1000, 3)]
+    assert len({problem.expression for problem in drawn}) == 1000
+    kinds = Counter(problem.kind.name for problem in drawn[:128])
+    assert set(kinds.values()) == {32}
+    assert tasks("eval", 64, 3) == tasks("eval", 128, 3)[:64] != tasks("eval", 64, 4)
+    with pytest.raises(ValueError, match=r"10000 tasks .* there are 2\d\d\d; ask for fewer"):
+        tasks("eval", 10_000)
+
+
+def test_training_problems_of_an_update_are_distinct():
+    drawn = [word_problems.read_problem(task["question"]).expression for task in tasks("train", 600, 9)]
+    for start in range(0, 600, 10):
+        assert len(set(drawn[start : start + 100])) == len(drawn[start : start + 100])

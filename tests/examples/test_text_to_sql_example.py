@@ -3,6 +3,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -156,6 +157,25 @@ def test_reward_accepts_the_right_query_in_any_spelling():
     assert reward(task, {"answer": f"with x as ({right_sql(task)}) select * from x"}) == 1.0
 
 
+def test_the_number_that_the_tool_returned_is_never_an_answer():
+    for task in tasks("train", 400, 5) + tasks("eval", 200, 1_000_003):
+        ((result,),) = shop_database.run_sql(task["database"], right_sql(task))
+        assert reward(task, {"answer": f"SELECT {result!r}"}) == 0.0, task
+
+
+def test_right_query_that_fails_gives_no_reward_instead_of_0(monkeypatch):
+    task = tasks("train", 1)[0]
+
+    def run_sql(database, sql, *, twin=False):
+        if sql == right_sql(task):
+            raise shop_database.QueryError("INTERRUPT Error: Interrupted!")
+        return shop_database.run_sql(database, sql, twin=twin)
+
+    monkeypatch.setitem(reward.__globals__, "run_sql", run_sql)
+    with pytest.raises(shop_database.QueryError, match="Interrupted"):
+        reward(task, {"answer": f"WITH x AS ({right_sql(task)}) SELECT * FROM x"})
+
+
 def test_reward_refuses_wrong_and_dangerous_answers(tmp_path):
     task = next(t for t in tasks("train", 50) if "count(*)" in right_sql(t))
     result = shop_database.run_sql(task["database"], right_sql(task))[0][0]
@@ -219,6 +239,36 @@ def test_tasks_are_drawn_the_same_way_every_time():
         task["task_id"] for split in ("train", "eval") for seed in (0, 1) for task in tasks(split, 30, seed)
     ]
     assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("seed", [1_000_003, 1_000_004])
+def test_held_out_tasks_are_drawn_without_replacement(seed):
+    drawn = tasks("eval", 128, seed)
+    asked = [shop_questions.read_question(task["question"]) for task in drawn]
+    times = Counter(question.key for question in asked)
+    # 114 questions are held out; 3 of them are telling in no held-out shop.
+    assert len(times) == 111 and max(times.values()) == 2
+    assert len({task["question"] for task in drawn}) == 128
+    assert len({(q.key, task["database"]) for q, task in zip(asked, drawn, strict=True)}) == 128
+    assert 0.2 < sum(question.intent.name in EASY for question in asked) / 128 < 0.35
+    first = {question.key for question in asked[:64]}
+    assert len(first) == 64 and tasks("eval", 64, seed) == drawn[:64]
+
+
+def test_seeds_have_their_own_held_out_tasks():
+    pairs = [{(t["question"], t["database"]) for t in tasks("eval", 128, seed)} for seed in (7, 8)]
+    assert len(pairs[0] & pairs[1]) < 32
+
+
+def test_more_held_out_tasks_than_there_are_is_an_error_that_says_how_many():
+    with pytest.raises(ValueError, match=r"500 tasks .* there are 2\d\d; ask for fewer"):
+        tasks("eval", 500)
+
+
+def test_training_tasks_of_an_update_are_distinct():
+    drawn = [(shop_questions.read_question(t["question"]).key, t["database"]) for t in tasks("train", 600, 9)]
+    for start in range(0, 600, 10):
+        assert len(set(drawn[start : start + 100])) == len(drawn[start : start + 100])
 
 
 def test_every_wording_is_read_back():

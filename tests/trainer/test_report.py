@@ -111,6 +111,13 @@ def test_cloning_curve_stands_beside_on_the_same_scale() -> None:
     assert "yaxis2" not in learning["layout"]
 
 
+def test_caption_says_that_the_cloning_curve_is_not_of_this_run() -> None:
+    curve = [{"clone/step": 100.0, "eval/success_greedy": 0.5}]
+    page = render(report(cloning_curve=curve, cloning_source="`make <x>`, date 2026-11-29, seed 0"), "")
+    assert "not measured in this run, but separately (`make &lt;x&gt;`, date 2026-11-29, seed 0)." in page
+    assert "not measured in this run" not in render(report(), "")
+
+
 def test_a_run_without_sampled_evaluation_or_updates_still_has_a_report() -> None:
     page = render(report(before=result(0.5), after=result(0.9), updates=[]), "")
     assert "50.0% (45.0% to 55.0%, 128 tasks)" in page

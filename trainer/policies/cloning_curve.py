@@ -1,12 +1,13 @@
 """What cloning alone reaches when it goes on for longer: the curve beside the demo's.
 
-One long cloning run from the same recorded expert, evaluated at several lengths through
-the same engine, gateway and agent as the demo. `python -m spangrad.trainer.policies.cloning_curve`.
+The demo's own cloning, from the same recorded expert and the same random start, with its schedule
+stretched to several lengths; each is evaluated through the same engine, gateway and agent as the
+demo. `python -m spangrad.trainer.policies.cloning_curve`.
 """
 
 import argparse
-import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from spangrad.store import open_store
 from spangrad.trainer.cluster import call, start_learner, start_ray
 from spangrad.trainer.demo import Clock, DemoOptions, prepare
 from spangrad.trainer.evaluation import evaluate
-from spangrad.trainer.policies.warm_start import record_expert, start_policy
+from spangrad.trainer.policies.warm_start import SCHEDULE, cloning_config, record_expert, start_policy
 from spangrad.trainer.serving.publish import publish
 
 LENGTHS = (0.5, 1.0, 2.0, 3.0)
@@ -24,7 +25,7 @@ LENGTHS = (0.5, 1.0, 2.0, 3.0)
 
 
 def cloning_curve(options: DemoOptions, *, console: Console) -> dict[str, Any]:
-    """Clone for the longest of LENGTHS, constant learning rate after the rise, and evaluate on the way."""
+    """Clone for each of LENGTHS anew, and evaluate what comes of it."""
     prepared = prepare(options)
     clock = Clock(console)
     points: list[dict[str, float]] = []
@@ -33,42 +34,34 @@ def cloning_curve(options: DemoOptions, *, console: Console) -> dict[str, Any]:
         start_ray()
         store = open_store(stack.hub_url, stack.keys.trainer)
         with clock("the expert is recorded"):
-            calls, _ = record_expert(
+            expert = record_expert(
                 store, prepared.config, prepared.warm, prepared.keys, run_id="expert", seed=options.seed
             )
         folder = prepared.folder / "cloning"
-        rows, _ = start_policy(folder, calls, prepared.warm, seed=options.seed)
-        learner = start_learner(
-            dataclasses.replace(
-                prepared.config.learner,
-                model_path=str(folder),
-                objective="bc",
-                lr=prepared.warm.lr,
-                seed=options.seed,
-                threads=2,
-            )
-        )
+        rows, _ = start_policy(folder, expert.calls, prepared.warm, seed=options.seed)
         stack.start_engine(str(folder))
         stack.start_gateway()
-        done = 0
         for version, length in enumerate(LENGTHS, 1):
             steps = round(length * prepared.warm.steps)
-            with clock(f"cloning until step {steps}"):
+            learner = start_learner(cloning_config(prepared.config, prepared.warm, folder, seed=options.seed))
+            with clock(f"cloning for {steps} steps"):
                 call(
                     learner.fit_bc,
                     rows,
-                    steps - done,
+                    steps,
                     prepared.warm.batch_rows,
-                    schedule="constant",
-                    warmup_steps=0 if done else prepared.warm.warmup_steps,
+                    schedule=SCHEDULE,
+                    warmup_steps=prepared.warm.warmup_steps,
                 )
-            done = steps
             points.append(_measure(prepared, store, learner, version, steps, clock))
             console.print(points[-1])
+            del learner  # ends its process
         store.close()
     return {
-        "command": "python -m spangrad.trainer.policies.cloning_curve",
+        "command": f"python -m spangrad.trainer.policies.cloning_curve --seed {options.seed}",
         "seed": options.seed,
+        "date": time.strftime("%Y-%m-%d"),
+        "schedule": f"{SCHEDULE} over the length of each point",
         "points": points,
     }
 

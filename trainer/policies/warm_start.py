@@ -3,21 +3,28 @@
     expert plays the model -> the agent runs -> tracer -> hub -> calls graded `text`
       -> rendered with the chat template -> masked rows -> learner clones them
 
-The result is a model folder, cached under a name that depends on everything that made
-it; an interrupted warm start leaves nothing under that name.
+The result is a model folder, cached under a name that depends on what made it (`cache_name`).
+
+* Only rollouts that succeeded are cloned; one that failed counts against the expert's success.
+* A folder under that name is whole: it is made under a private name and renamed. Of two that
+  make it at the same time the first one's is used by both.
 """
 
+import errno
 import hashlib
 import importlib.metadata
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
+from spangrad import adapters, credit
 from spangrad.adapters.call_tree import build_tree
 from spangrad.adapters.calls import calls_of
 from spangrad.adapters.model_call import Grade, ModelCall
@@ -25,16 +32,18 @@ from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import transitions, weigh
 from spangrad.errors import EmptyBatchError, GradeError
 from spangrad.store.base import Store
-from spangrad.store.records import Rollout
+from spangrad.store.records import Rollout, RolloutStatus
 from spangrad.trainer.cluster import call
 from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.evaluation import values_of
-from spangrad.trainer.learning import learner, rendering
+from spangrad.trainer.learning.learner_config import LearnerConfig
 from spangrad.trainer.learning.rendering import with_rendered_ids
 from spangrad.trainer.plugins import load_callable, load_tasks
-from spangrad.trainer.policies import policy
 from spangrad.trainer.policies.policy import conversation_of, make_policy
 from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, worker_config
+
+SCHEDULE = "cosine"
+"""Of the learning rate while cloning: after the rise it falls to 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +83,10 @@ class WarmStart:
 
     folder: Path
     expert_success: float
-    """Share of the expert's own rollouts that were right."""
+    """Share of the expert's own rollouts that were right; one that failed or got no reward was not."""
     rollouts: int
+    failed: int
+    """Rollouts that failed; their calls are not cloned."""
     calls: int
     refused: int
     trained_tokens: int
@@ -84,16 +95,35 @@ class WarmStart:
     """Mean loss of the last steps, nats per token."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertRecord:
+    """What was recorded of the expert."""
+
+    calls: list[ModelCall]
+    """Of the rollouts that succeeded."""
+    success: float
+    """As `WarmStart.expert_success`."""
+    failed: int
+
+
 def cache_name(config: WarmStartConfig, train: TrainConfig, seed: int) -> str:
-    """Name of the cached policy: a hash of the files and settings that make it."""
+    """Name of the cached policy: a hash of what makes it.
+
+    These are the settings of cloning, learner and agent, the seed, the example's Python files, the source
+    of adapters, credit, learner and policies, and the versions of torch and transformers.
+    """
     digest = hashlib.sha256()
-    digest.update(
-        json.dumps([asdict(config), seed, train.agent.tasks, train.agent.function], default=str).encode()
-    )
-    digest.update(importlib.metadata.version("torch").encode())
-    own = [Path(module.__file__ or "") for module in (learner, policy, rendering)]
-    for file in [*sorted(Path(train.base_dir).glob("*.py")), Path(__file__), *own]:
-        digest.update(file.name.encode() + file.read_bytes())
+    agent = train.agent
+    settings = [asdict(config), asdict(train.learner), seed, train.eval.success_at]
+    settings += [agent.function, agent.tasks, agent.reward, dict(agent.env)]
+    settings += [importlib.metadata.version(name) for name in ("torch", "transformers")]
+    digest.update(json.dumps(settings, default=str).encode())
+    trainer = Path(__file__).resolve().parent.parent
+    packages = [Path(module.__file__ or "").parent for module in (adapters, credit)]
+    own = [*packages, trainer / "learning", trainer / "policies"]
+    files = [file for folder in own for file in sorted(folder.rglob("*.py"))]
+    for file in [*sorted(Path(train.base_dir).glob("*.py")), *files]:
+        digest.update(f"{file.parent.name}/{file.name}".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -106,8 +136,8 @@ def record_expert(
     run_id: str,
     seed: int,
     on_progress: Callable[[int, int], None] | None = None,
-) -> tuple[list[ModelCall], float]:
-    """Run the agent against the expert; returns the recorded calls and the expert's own success."""
+) -> ExpertRecord:
+    """Run the agent against the expert and read back what was recorded."""
     tasks = load_tasks(train.agent.tasks, "train", config.rollouts, seed=seed + 1, base_dir=train.base_dir)
     rollouts = [
         Rollout(
@@ -127,10 +157,33 @@ def record_expert(
             run_rollouts(store, rollouts[start : start + 200], worker, workers=train.agent.workers)
             if on_progress is not None:
                 on_progress(min(start + 200, len(rollouts)), len(rollouts))
-    ids = [rollout.rollout_id for rollout in rollouts]
-    values = values_of(store, store.rollouts(rollout_ids=ids), train.rollout.reward_authors)
-    success = sum(value >= train.eval.success_at for value in values.values()) / max(1, len(values))
-    return calls_of(store, ids), success
+    return read_expert(
+        store,
+        [rollout.rollout_id for rollout in rollouts],
+        train.rollout.reward_authors,
+        success_at=train.eval.success_at,
+    )
+
+
+def read_expert(
+    store: Store, rollout_ids: Sequence[str], reward_authors: Sequence[str], *, success_at: float
+) -> ExpertRecord:
+    """What ended rollouts of the expert recorded.
+
+    Args:
+        store: Where they are.
+        rollout_ids: All of them, at least one, whatever became of them.
+        reward_authors: Whose rewards count.
+        success_at: Least reward of a rollout that was right.
+    """
+    ended = store.rollouts(rollout_ids=rollout_ids)
+    kept = [rollout for rollout in ended if rollout.status is RolloutStatus.SUCCEEDED]
+    values = values_of(store, kept, reward_authors)
+    return ExpertRecord(
+        calls=calls_of(store, [rollout.rollout_id for rollout in kept]),
+        success=sum(value >= success_at for value in values.values()) / len(rollout_ids),
+        failed=len(rollout_ids) - len(kept),
+    )
 
 
 def cloning_rows(calls: Sequence[ModelCall], tokenizer: Any) -> tuple[list[Transition], list[str]]:
@@ -173,13 +226,26 @@ def start_policy(
     return cloning_rows(calls, AutoTokenizer.from_pretrained(folder))
 
 
+def cloning_config(train: TrainConfig, config: WarmStartConfig, start: Path, *, seed: int) -> LearnerConfig:
+    """Settings of the learner that clones: those of the run, but for what the warm start says."""
+    return replace(
+        train.learner,
+        model_path=str(start),
+        objective="bc",
+        lr=config.lr,
+        dtype=config.dtype,
+        seed=seed,
+        threads=2,
+    )
+
+
 def warm_start(
     store: Store,
     train: TrainConfig,
     config: WarmStartConfig,
     keys: RunKeys,
     *,
-    learner: Callable[[Path], Any],
+    learner: Callable[[LearnerConfig], Any],
     cache: Path,
     seed: int,
     fresh: bool = False,
@@ -192,7 +258,7 @@ def warm_start(
         train: Names agent, tasks and reward.
         config: How to make the policy.
         keys: Bearer keys.
-        learner: Starts a learner actor for a model folder.
+        learner: Starts a learner actor.
         cache: Folder of finished policies.
         seed: Of expert, weights and data order.
         fresh: Make it again even if it is cached.
@@ -200,11 +266,11 @@ def warm_start(
     """
     name = cache_name(config, train, seed)
     final = cache / name
-    if not fresh and (final / "warm_start.json").is_file():
-        told = json.loads((final / "warm_start.json").read_text())
-        return WarmStart(**{**told, "folder": final, "from_cache": True})
+    if not fresh and (cached := _cached(final)) is not None:
+        return cached
+    before = stamp_of(final)
     say = on_progress or (lambda phase, done, total: None)
-    calls, expert_success = record_expert(
+    expert = record_expert(
         store,
         train,
         config,
@@ -213,33 +279,71 @@ def warm_start(
         seed=seed,
         on_progress=lambda done, total: say("recording the expert", done, total),
     )
-    partial = cache / f"{name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    rows, refused = start_policy(partial / "start", calls, config, seed=seed)
-    say("cloning", 0, config.steps)
-    actor = learner(partial / "start")
-    fitted = call(
-        actor.fit_bc,
-        rows,
-        config.steps,
-        config.batch_rows,
-        schedule="cosine",
-        warmup_steps=config.warmup_steps,
-    )
-    call(actor.export_model, str(partial / "model"))
-    made = WarmStart(
-        folder=final,
-        expert_success=expert_success,
-        rollouts=config.rollouts,
-        calls=len(calls),
-        refused=len(refused),
-        trained_tokens=int(sum(row.action_mask.sum() for row in rows)),
-        from_cache=False,
-        loss=fitted["loss/bc"],
-    )
+    cache.mkdir(parents=True, exist_ok=True)
+    private = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
+    try:
+        rows, refused = start_policy(private / "start", expert.calls, config, seed=seed)
+        say("cloning", 0, config.steps)
+        actor = learner(cloning_config(train, config, private / "start", seed=seed))
+        fitted = call(
+            actor.fit_bc,
+            rows,
+            config.steps,
+            config.batch_rows,
+            schedule=SCHEDULE,
+            warmup_steps=config.warmup_steps,
+        )
+        call(actor.export_model, str(private / "model"))
+        made = WarmStart(
+            folder=final,
+            expert_success=expert.success,
+            rollouts=config.rollouts,
+            failed=expert.failed,
+            calls=len(expert.calls),
+            refused=len(refused),
+            trained_tokens=int(sum(row.action_mask.sum() for row in rows)),
+            from_cache=False,
+            loss=fitted["loss/bc"],
+        )
+        return install(made, private / "model", replaces=before)
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+
+
+def install(made: WarmStart, model: Path, *, replaces: tuple[int, int] | None) -> WarmStart:
+    """Give a model folder its name in the cache, in one step; if another one was faster, take that.
+
+    Args:
+        made: What was made; `made.folder` is the name.
+        model: Where it is now, on the same file system.
+        replaces: What to move out of the way: `stamp_of(made.folder)` before the work began.
+    """
     told = {k: v for k, v in asdict(made).items() if k not in ("folder", "from_cache")}
-    (partial / "model" / "warm_start.json").write_text(json.dumps(told, indent=2))
-    shutil.rmtree(final, ignore_errors=True)
-    (partial / "model").rename(final)
-    shutil.rmtree(partial, ignore_errors=True)
+    (model / "warm_start.json").write_text(json.dumps(told, indent=2))
+    if replaces is not None and stamp_of(made.folder) == replaces:
+        with suppress(FileNotFoundError):
+            made.folder.rename(model.with_name("replaced"))
+    try:
+        model.rename(made.folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or (theirs := _cached(made.folder)) is None:
+            raise
+        return theirs
     return made
+
+
+def stamp_of(folder: Path) -> tuple[int, int] | None:
+    """Tells a folder from another one of the same name; None if there is none."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _cached(folder: Path) -> WarmStart | None:
+    try:
+        told = json.loads((folder / "warm_start.json").read_text())
+    except FileNotFoundError:
+        return None
+    return WarmStart(**{**told, "folder": folder, "from_cache": True})

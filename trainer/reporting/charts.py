@@ -128,8 +128,16 @@ def success_bars(bars: Sequence[tuple[str, str, float, float, float]]) -> Chart:
     )
 
 
-def learning_curves(updates: Sequence[Metrics], cloning: Sequence[Metrics]) -> Chart:
-    """Held-out success and train reward per update, and longer cloning beside it on the same scale."""
+def learning_curves(
+    updates: Sequence[Metrics], cloning: Sequence[Metrics], cloning_source: str = ""
+) -> Chart:
+    """Held-out success and train reward per update, and longer cloning beside it on the same scale.
+
+    Args:
+        updates: Metrics of each update of the run.
+        cloning: The curve of longer cloning; empty leaves it out.
+        cloning_source: What measured that curve, for the caption.
+    """
     learned = [
         *_lines(updates, _Line("eval/success_greedy", "held out, greedy", BLUE)),
         *_lines(updates, _Line("eval/success_sampled", "held out, sampled", GREEN)),
@@ -155,7 +163,11 @@ def learning_curves(updates: Sequence[Metrics], cloning: Sequence[Metrics]) -> C
             "domain": [0.63, 1],
             "anchor": "y",
         }
-        caption += " Right, for comparison: the same start, cloned for longer instead."
+        source = f" ({cloning_source})" if cloning_source else ""
+        caption += (
+            " Right, for comparison: cloning for longer instead of reinforcement."
+            f" That curve was not measured in this run, but separately{source}."
+        )
     return Chart("Learning", caption, {"data": learned, "layout": layout}, is_wide=True)
 
 

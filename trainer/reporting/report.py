@@ -13,6 +13,7 @@ import hashlib
 import html
 import json
 import os
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +75,8 @@ class RunReport:
     """Metrics of each update in order, `area/name` keys; `update/index` places it on the x axis."""
     cloning_curve: Sequence[Metrics] = ()
     """Cloning for longer instead of reinforcement: `clone/step` and `eval/success_greedy`, `..._sampled`."""
+    cloning_source: str = ""
+    """How, when and with what seed the curve was measured: it is not of this run."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved config; nested tables are shown with dotted keys."""
     store: str = ""
@@ -108,7 +111,10 @@ def write_report(path: str | os.PathLike[str], report: RunReport) -> Path:
 
 def render(report: RunReport, plotly_js: str) -> str:
     """The page as text; `plotly_js` is plotly's own script, put in as it is."""
-    charts = [_success_chart(report), learning_curves(report.updates, report.cloning_curve)]
+    charts = [
+        _success_chart(report),
+        learning_curves(report.updates, report.cloning_curve, report.cloning_source),
+    ]
     small = health_charts(report.updates)
     figures = [chart.figure for chart in (*charts, *small)]
     script = CHART_SCRIPT.replace("FIGURES", _script_json(figures))
@@ -192,7 +198,7 @@ def _example(example: Example) -> str:
 def _store(store: str) -> str:
     if not store:
         return ""
-    command = html.escape(f"spangrad rollouts --store {store}")
+    command = html.escape(f"spangrad rollouts --store {shlex.quote(store)}")
     return f"<p>The traces are in <code>{html.escape(store)}</code>. To list them: <code>{command}</code></p>"
 
 
