@@ -6,7 +6,7 @@ the same for all calls with that reason, so that reasons can be counted.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Final
 
 from spangrad.adapters.messages import NO_CHAT_FORM
@@ -101,10 +101,12 @@ def _doubts(reading: Reading) -> Iterator[str]:
     elif reading.logprobs_mode != "processed" and (changes := _processing(reading)):
         mode = f"are {reading.logprobs_mode}" if reading.logprobs_mode else "have no known mode"
         yield f"logprobs are not of the sampled distribution: they {mode}, with {changes}"
+    elif changes := _processing(reading, besides=("temperature",)):
+        yield f"a learner can't recompute the sampled distribution: {changes}"
 
 
-def _processing(reading: Reading) -> str:
-    """What was done to the distribution before sampling, as text."""
+def _processing(reading: Reading, besides: Collection[str] = ()) -> str:
+    """What was done to the distribution before sampling, as text; `besides` is left out."""
     neutral: dict[str, tuple[Any, ...]] = {
         "temperature": (1, None),
         "top_p": (1, None),
@@ -116,7 +118,11 @@ def _processing(reading: Reading) -> str:
         "logit_bias": (None, {}),
     }
     asked = {name: reading.sampling.get(name) for name, values in neutral.items() if name in reading.sampling}
-    return ", ".join(f"{name} {value}" for name, value in asked.items() if value not in neutral[name])
+    return ", ".join(
+        f"{name} {value}"
+        for name, value in asked.items()
+        if name not in besides and value not in neutral[name]
+    )
 
 
 def _choice_doubts(index: int, choice: Choice) -> Iterator[str]:

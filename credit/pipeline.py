@@ -13,7 +13,7 @@ from spangrad.adapters.call_tree import build_tree
 from spangrad.adapters.calls import calls_of
 from spangrad.adapters.model_call import Grade, ModelCall
 from spangrad.credit.assign import CreditConfig, assign
-from spangrad.credit.rewards import DEFAULT_AUTHORS, RolloutRewards, rewards_of
+from spangrad.credit.rewards import DEFAULT_AUTHORS, RolloutRewards, by_rollout, rewards_of
 from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import (
     Aggregation,
@@ -82,26 +82,27 @@ def credited_rows(
     refused: list[Refused] = []
     ended = _ended(rollouts, refused)
     ids = [rollout.rollout_id for rollout in ended]
-    by_rollout: dict[str, list[ModelCall]] = {rollout_id: [] for rollout_id in ids}
+    calls_by_rollout: dict[str, list[ModelCall]] = {rollout_id: [] for rollout_id in ids}
     for call in calls_of(store, ids) if ids else ():
-        if call.rollout_id in by_rollout:
-            by_rollout[call.rollout_id].append(call)
+        if call.rollout_id in calls_by_rollout:
+            calls_by_rollout[call.rollout_id].append(call)
     if policy_version is not None and max_staleness is not None:
         ended = [
             rollout
             for rollout in ended
-            if not _is_stale(by_rollout[rollout.rollout_id], policy_version, max_staleness, refused)
+            if not _is_stale(calls_by_rollout[rollout.rollout_id], policy_version, max_staleness, refused)
         ]
-    given = store.rewards(ids) if ids and config is not None else []
+    given = by_rollout(store.rewards(ids) if ids and config is not None else ())
     trajectories: list[Trajectory] = []
     for rollout in ended:
-        calls = by_rollout[rollout.rollout_id]
-        rewards = rewards_of(rollout, given, calls, authors=authors, weights=reward_weights)
+        calls = calls_by_rollout[rollout.rollout_id]
+        mine = given.get(rollout.rollout_id, ())
+        rewards = rewards_of(rollout, mine, calls, authors=authors, weights=reward_weights)
         trajectories.append(_trajectory(rollout, calls, rewards))
     advantages, diagnostics = _credit(trajectories, config)
     rows: list[Transition] = []
     for rollout, trajectory in zip(ended, trajectories, strict=True):
-        calls = by_rollout[rollout.rollout_id]
+        calls = calls_by_rollout[rollout.rollout_id]
         if not calls:
             reason = f"no model call was recorded for attempt {rollout.attempt}"
             refused.append(Refused(rollout.rollout_id, None, reason))
@@ -109,7 +110,7 @@ def credited_rows(
         assigned = {step.call_id: advantages[rollout.rollout_id, step.call_id] for step in trajectory.steps}
         rows += _rows(rollout, calls, assigned, min_grade, render, refused)
     rows = weigh(rows, aggregation, constant=constant) if rows else []
-    read = [call for calls in by_rollout.values() for call in calls]
+    read = [call for calls in calls_by_rollout.values() for call in calls]
     sampled = {call.call_id: _sampled_tokens(call) for call in read}
     refused = [replace(one, sampled_tokens=sampled.get(one.call_id or "", 0)) for one in refused]
     return CreditedBatch(rows, refused, diagnostics, samples_of(rows, policy_version), read)

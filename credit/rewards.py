@@ -8,7 +8,7 @@ Rules, in this order:
   missing, the outcome is missing. It is never 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,6 +29,14 @@ class RolloutRewards:
     """None: a wanted reward is missing."""
     steps: Mapping[str, float]
     """call_id -> reward of that call."""
+
+
+def by_rollout(given: Iterable[Reward]) -> dict[str, list[Reward]]:
+    """Rewards by rollout id, in their order."""
+    found: dict[str, list[Reward]] = {}
+    for reward in given:
+        found.setdefault(reward.rollout_id, []).append(reward)
+    return found
 
 
 def rewards_of(

@@ -35,6 +35,8 @@ def make_served_model(folder: Path, *, is_tied: bool) -> Path:
     config = Qwen3Config(**shape) if is_tied else LlamaConfig(**shape)
     kind: Any = Qwen3ForCausalLM if is_tied else LlamaForCausalLM
     model = kind(config)
+    # Defaults that nobody asked for: an engine that applied them would sample from another distribution.
+    model.generation_config.update(do_sample=True, temperature=0.5, top_k=3)
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder

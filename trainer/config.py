@@ -194,7 +194,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raw = tomllib.loads(file.read_text())
     except OSError as error:
         raise ConfigError(f"{str(file)!r} can't be read: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(file)!r} is not TOML: {error}") from error
     for override in overrides:
         _apply(raw, override)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spangrad.credit.rewards import by_rollout, rewards_of
 from spangrad.store.base import Store
 from spangrad.store.records import Rollout, RolloutStatus
 from spangrad.trainer.config import TrainConfig
@@ -100,13 +101,12 @@ def evaluate(
 
 
 def values_of(store: Store, rollouts: Sequence[Rollout], authors: Sequence[str]) -> dict[str, float]:
-    """Reward of the current attempt of each rollout that succeeded; those without one are absent."""
-    attempts = {r.rollout_id: r.attempt for r in rollouts if r.status is RolloutStatus.SUCCEEDED}
-    return {
-        reward.rollout_id: reward.value
-        for reward in store.rewards(list(attempts))
-        if reward.call_id is None
-        and reward.author is not None
-        and reward.author.value in authors
-        and reward.attempt in (None, attempts[reward.rollout_id])
-    }
+    """Outcome of each rollout that succeeded, as credit counts it; those without one are absent."""
+    ended = [rollout for rollout in rollouts if rollout.status is RolloutStatus.SUCCEEDED]
+    given = by_rollout(store.rewards([rollout.rollout_id for rollout in ended]) if ended else ())
+    found: dict[str, float] = {}
+    for rollout in ended:
+        rewards = rewards_of(rollout, given.get(rollout.rollout_id, ()), (), authors=authors)
+        if rewards.outcome is not None:
+            found[rollout.rollout_id] = rewards.outcome
+    return found

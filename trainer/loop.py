@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from spangrad.adapters.calls import record_calls
+from spangrad.adapters.calls import calls_of, record_calls
 from spangrad.credit.pipeline import CreditedBatch, credited_rows
 from spangrad.credit.transition import Transition
 from spangrad.errors import ConfigError, EmptyBatchError, StoreError
@@ -39,7 +40,7 @@ from spangrad.trainer.plugins import load_callable, load_tasks
 from spangrad.trainer.resuming import claim_folder, load_keys, repair, update_from_json
 from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, update_rollouts, worker_config
 from spangrad.trainer.rollouts.worker import WorkerReport
-from spangrad.trainer.serving.publish import prove, publish, served_version
+from spangrad.trainer.serving.publish import prove, publish, served_logprobs, served_version
 from spangrad.trainer.serving.weight_files import check_model_folder
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,11 @@ class Run:
         self.store: Store = open_store(config.hub.url, self.keys.trainer)
         self.store.last_update(config.run.id)
         served_version(config.serving.engine_url)
+        self._weights = self._model
+        """Where the learner's current weights are kept: the starting folder, then a checkpoint."""
         self._probe_rows = [_probe()]
+        self._probe_before: list[NDArray[np.float32]] | None = None
+        """The learner's logprobs of `_probe_rows` before the update that is to be published."""
 
     def __enter__(self) -> "Run":
         """Start Ray and the learner, and continue where the last process ended."""
@@ -114,7 +119,10 @@ class Run:
             update = update_from_json(call(self.learner.load, str(newest))["update"])
             self.update_index = update.update_index + 1
             self.policy_version = update.policy_version
-            self.store.commit_update(update)
+            self._weights = newest
+            if committed is None or committed.update_index < update.update_index:
+                record_calls(self.store, calls_of(self.store, update.rollout_ids))
+                self.store.commit_update(dataclasses.replace(update, checkpoint=str(newest)))
         if committed is not None and committed.update_index >= self.update_index:
             raise StoreError(
                 f"run {self.config.run.id!r}: the store has update {committed.update_index}, but the newest"
@@ -186,6 +194,8 @@ class Run:
         """One update: learner, durable checkpoint, commit."""
         started = time.monotonic()
         metrics = metrics | batch_metrics(batch)
+        self._probe_rows = list(batch.rows[:4])
+        self._probe_before = call(self.learner.score, [_whole(row) for row in self._probe_rows])
         metrics |= call(self.learner.update, batch.rows, policy_version=self.policy_version)
         metrics["data/dropped_tokens"] = metrics["data/sampled_tokens"] - metrics["data/trained_tokens"]
         metrics["time/update_s"] = time.monotonic() - started
@@ -196,20 +206,19 @@ class Run:
             rollout_ids=[rollout.rollout_id for rollout in rollouts],
             samples=batch.samples,
             metrics=metrics,
-            checkpoint=str(self.checkpoints),
+            checkpoint="",
             time_ns=time.time_ns(),
         )
-        call(
+        self._weights = call(
             self.learner.save,
             str(self.checkpoints),
             record={"update": dataclasses.asdict(update)},
             keep=self.config.run.keep_checkpoints,
         )
         record_calls(self.store, batch.calls)
-        self.store.commit_update(update)
+        self.store.commit_update(dataclasses.replace(update, checkpoint=str(self._weights)))
         self.update_index += 1
         self.policy_version += 1
-        self._probe_rows = list(batch.rows[:4]) or [_probe()]
         return metrics
 
     def publish(self) -> Metrics:
@@ -220,6 +229,10 @@ class Run:
 
     def _publish_weights(self) -> Metrics:
         serving = self.config.serving
+        token_ids = [row.token_ids.tolist() for row in self._probe_rows]
+        served_before = None
+        if self._probe_before is not None:  # else the engine may still be paused by a publish that died
+            served_before = served_logprobs(serving.engine_url, token_ids)
         call(self.learner.export_weights, str(self.weights))
         publish(
             serving.engine_url,
@@ -232,18 +245,22 @@ class Run:
             Policy(
                 run_id=self.config.run.id,
                 policy_version=self.policy_version,
-                path=str(self.weights),
+                path=str(self._weights),
                 time_ns=time.time_ns(),
                 parent_version=self.policy_version - 1 if self.policy_version else None,
             )
         )
         proof = prove(
             serving.engine_url,
-            [row.token_ids.tolist() for row in self._probe_rows],
+            token_ids,
             call(self.learner.score, [_whole(row) for row in self._probe_rows]),
             tolerance_nats=serving.publish_tolerance,
+            before=served_before,
+            learner_before=self._probe_before,
         )
-        return {"gap/published_mean": proof.mean_gap, "gap/published_max": proof.max_gap}
+        self._probe_before = None
+        moved = {} if proof.expected is None else {"gap/published_moved": proof.moved or 0.0}
+        return {"gap/published_mean": proof.mean_gap, "gap/published_max": proof.max_gap} | moved
 
     def _tasks(self, refill: int) -> list[dict[str, Any]]:
         """The tasks of an update depend on seed and index alone, so that a restart asks for the same."""
@@ -261,7 +278,8 @@ class Run:
             f" {trainable} trainable tokens, {int(batch.diagnostics.get('groups/informative', 0))} of"
             f" {int(batch.diagnostics.get('groups/all', 0))} groups with different rewards,"
             f" {len(batch.refused)} calls refused{first}{broken}; the rollouts stay in the store unconsumed;"
-            " after a change of agent or reward the same command tries them again"
+            " the same command grades them again with a changed reward, and runs again what failed;"
+            " for a changed agent choose another run.id"
         )
 
 

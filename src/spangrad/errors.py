@@ -102,5 +102,9 @@ class MissingExtraError(SpangradError, ImportError):
     """An optional part of spangrad is not installed."""
 
 
+class ClusterError(SpangradError, RuntimeError):
+    """Ray could not start or keep a part of a run."""
+
+
 class RolloutError(SpangradError, RuntimeError):
     """An agent could not be run at all."""

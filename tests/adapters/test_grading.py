@@ -51,6 +51,7 @@ def test_text_alone_is_graded_text():
         ({c.LOGPROBS_MODE: "raw", c.REQUEST_TEMPERATURE: 0.7}, "they are raw, with temperature 0.7"),
         ({c.LOGPROBS_MODE: "raw", c.REQUEST_TOP_P: 0.9}, "top_p 0.9"),
         ({c.REQUEST_TEMPERATURE: 0.0}, "greedily"),
+        ({c.LOGPROBS_MODE: "processed", c.REQUEST_TOP_P: 0.9}, "can't recompute"),
     ],
 )
 def test_doubtful_logprobs_make_a_call_ids(changes, reason):

@@ -1,9 +1,14 @@
 """The whole loop against a real hub, gateway and vLLM, and what happens when its trainer is killed."""
 
+import json
+import os
 import random
 import signal
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,6 +79,30 @@ def test_rewards_come_from_the_evaluator_alone(ground, finished_run):
     assert {reward.author for reward in ground.store.rewards(ids)} == {RewardAuthor.EVALUATOR}
 
 
+def test_transitions_with_the_runs_config_are_what_was_trained(ground, finished_run):
+    shown = subprocess.run(
+        [
+            *(sys.executable, "-m", "spangrad", "transitions", "--json", "--run", "finished"),
+            *("--config", str(ground.folder / "finished.toml"), "--store", ground.stack.hub_url),
+        ],
+        env={**os.environ, "SPANGRAD_KEY": ground.stack.keys.evaluator},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = [json.loads(line) for line in shown.stdout.splitlines()]
+    advantages: dict[str, list[float]] = {}
+    for row in rows:
+        for part in row["segments"]:
+            trained = row["advantages"][part["start"] : part["stop"]]
+            advantages.setdefault(part["call_id"], []).extend(trained)
+    samples = {s.call_id: s for update in ground.store.updates("finished") for s in update.samples}
+    assert set(advantages) == set(samples)
+    for call_id, values in advantages.items():
+        assert np.mean(values) == pytest.approx(samples[call_id].advantage)
+        assert len(values) == samples[call_id].trained_tokens
+
+
 def test_a_finished_run_is_not_run_again(ground, finished_run):
     before = ground.store.query("SELECT count(*) AS n FROM rollouts")
     code, out, _ = end(ground.start(ground.config("finished", updates=3)))
@@ -86,14 +115,13 @@ def is_past(ground, process, updates):
 
 
 def happens(rng):
-    return rng.random() < 0.02
+    return rng.random() < 0.1
 
 
 def test_a_killed_trainer_continues_and_trains_nothing_twice_or_never(ground):
-    updates = 6
+    updates = 7
     config = ground.config("killed", updates=updates)
     rng = random.Random(7)
-    kills = 0
     for target in (1, 2, 4):
         process = ground.start(config)
         wait_until(partial(is_past, ground, process, target), 180)
@@ -101,10 +129,9 @@ def test_a_killed_trainer_continues_and_trains_nothing_twice_or_never(ground):
         wait_until(partial(happens, rng), 60)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        kills += 1
+        assert process.returncode == -signal.SIGKILL, "it ended before it was killed"
     code, _, err = end(ground.start(config))
     assert code == 0, err
-    assert kills == 3
     done = ground.store.updates("killed")
     assert [update.update_index for update in done] == list(range(updates))
     consumed = Counter(rollout for update in done for rollout in update.rollout_ids)
@@ -118,6 +145,36 @@ def test_a_killed_trainer_continues_and_trains_nothing_twice_or_never(ground):
         calls = Counter(sample.call_id for sample in update.samples)
         assert set(calls.values()) == {1}
     assert served_version(ground.engine.url) == updates
+
+
+DIES_BEFORE_THE_COMMIT = """
+import os, sys
+from pathlib import Path
+from spangrad.trainer.config import load_config
+from spangrad.trainer.loop import Run
+
+with Run(load_config(Path(sys.argv[1]))) as run:
+    run.store.put_calls = lambda rows: os._exit(9)
+    run.learn(*run.collect())
+"""
+
+
+def test_a_trainer_that_died_between_checkpoint_and_commit_commits_when_it_comes_back(ground):
+    config = ground.config("uncommitted", updates=2)
+    died = subprocess.run([sys.executable, "-c", DIES_BEFORE_THE_COMMIT, str(config)], timeout=180)
+    assert died.returncode == 9
+    assert ground.store.updates("uncommitted") == []
+    code, _, err = end(ground.start(config))
+    assert code == 0, err
+    updates = ground.store.updates("uncommitted")
+    assert [update.update_index for update in updates] == [0, 1]
+    for update in updates:
+        assert Path(update.checkpoint).name.startswith("checkpoint-")
+        sampled = {sample.call_id for sample in update.samples}
+        known = ground.store.query("SELECT call_id FROM calls WHERE list_contains(?, call_id)", [[*sampled]])
+        assert {row["call_id"] for row in known} == sampled
+    paths = [policy.path for policy in ground.store.policies("uncommitted")]
+    assert paths[-1] == updates[-1].checkpoint
 
 
 def test_a_batch_that_says_nothing_is_one_clear_line_and_nothing_is_consumed(ground):

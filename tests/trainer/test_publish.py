@@ -208,6 +208,40 @@ def test_a_trainer_that_died_between_start_and_finish_is_recovered_from(
     assert len(served_logprobs(engine.url, random_rows(1, 8))[0]) == 7  # it is not paused
 
 
+def test_a_refused_file_after_such_a_death_leaves_weights_that_nobody_vouches_for(
+    engine: Engine, served_model: Path, tmp_path: Path
+) -> None:
+    publish(engine.url, served_model / "model.safetensors", 62)
+    httpx.post(f"{engine.url}/pause?mode=keep").raise_for_status()
+    httpx.post(f"{engine.url}/start_weight_update").raise_for_status()
+    with pytest.raises(PublishError, match="the engine serves weights of a publish that died"):
+        publish(engine.url, tmp_path / "missing.safetensors", 63)
+    assert served_version(engine.url) is None
+    publish(engine.url, served_model / "model.safetensors", 63)
+    assert served_version(engine.url) == 63
+
+
+def test_an_update_too_small_for_the_tolerance_is_still_seen_to_be_missing(
+    engine: Engine, served_model: Path, tmp_path: Path
+) -> None:
+    old = served_model / "model.safetensors"
+    new = moved_weights(served_model, tmp_path / "new.safetensors", seed=6, scale=2e-4)
+    rows = random_rows(3, 70, seed=6)
+    publish(engine.url, old, 64)
+    before, learner_before = served_logprobs(engine.url, rows), learner_logprobs(served_model, old, rows)
+    learner = learner_logprobs(served_model, new, rows)
+    assert prove(engine.url, rows, learner, tolerance_nats=0.02).mean_gap < 0.02  # alone it proves nothing
+    both: dict[str, Any] = {"before": before, "learner_before": learner_before}
+    with pytest.raises(PublishError, match="still serves the old weights"):
+        prove(engine.url, rows, learner, tolerance_nats=0.02, **both)
+    publish(engine.url, new, 65)
+    proof = prove(engine.url, rows, learner, tolerance_nats=0.02, **both)
+    assert proof.moved == pytest.approx(proof.expected, rel=0.05)
+    publish(engine.url, new, 65)  # nothing moves, nothing has to
+    served = served_logprobs(engine.url, rows)
+    prove(engine.url, rows, learner, tolerance_nats=0.02, before=served, learner_before=learner)
+
+
 def test_a_row_as_long_as_the_context_is_cut_by_one_token(engine: Engine) -> None:
     assert [len(row) for row in served_logprobs(engine.url, random_rows(1, 1024))] == [1022]
 

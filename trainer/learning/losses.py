@@ -5,7 +5,8 @@ how the weights came about.
 
 Shape letters: B rows, T token positions, V vocabulary. A function that takes `_BT`
 tensors takes any shape, as long as all arguments have the same one; the learner
-passes the trained tokens alone, as one flat vector.
+passes the trained tokens alone, as one flat vector. Masks are bool. Everything else is float32 or
+float64; results have the dtype of the log-probabilities (or values) that they are made of.
 
 Invariants:
 * positions outside the mask change neither value nor gradient, whatever they hold (NaN too);
@@ -45,7 +46,7 @@ def weighted_sum(values_BT: Tensor, mask_BT: Tensor, weights_BT: Tensor) -> Tens
 
         L = sum_k m_k w_k l_k
 
-    Source: FORMULAS 2.2, the per-rollout form: with `w` = 1 / (N Z_i), where `Z_i` is the
+    Source: the per-rollout form of Dr.GRPO, arXiv:2503.20783: with `w` = 1 / (N Z_i), where `Z_i` is the
     constant of rollout i, this is `(1/N) sum_i (1/Z_i) sum_rows sum_k m l`.
 
     Args:
@@ -68,7 +69,7 @@ def bc_loss(policy_logprobs_BT: Tensor, mask_BT: Tensor, weights_BT: Tensor) -> 
 
         L = -sum_k m_k w_k log pi_k
 
-    Source: FORMULAS 11. With w = exp(A / beta) it is advantage-weighted regression.
+    With w = exp(A / beta) it is advantage-weighted regression, arXiv:1910.00177.
 
     Args:
         policy_logprobs_BT: Log-probability of each recorded token, nats.
@@ -85,7 +86,16 @@ def bc_loss(policy_logprobs_BT: Tensor, mask_BT: Tensor, weights_BT: Tensor) -> 
 
 
 def log_ratio(policy_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Log of the token ratio, `log pi - log mu`; 0 outside the mask; clamped to +-`MAX_LOG_RATIO`."""
+    """Log of the token ratio, `log pi - log mu`.
+
+    Args:
+        policy_logprobs_BT: Under the weights being trained, nats.
+        behavior_logprobs_BT: Of the distribution that was sampled, nats.
+        mask_BT: True on trained tokens.
+
+    Returns:
+        Nats, in the arguments' shape: 0 outside the mask, clamped to +-`MAX_LOG_RATIO`.
+    """
     difference_BT = _masked(policy_logprobs_BT - behavior_logprobs_BT, mask_BT)
     return difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -154,24 +164,21 @@ def ppo_clip_loss(
     return loss, monitors
 
 
-def kl_k1(policy_logprobs_BT: Tensor, reference_logprobs_BT: Tensor) -> Tensor:
-    """Unbiased estimate of KL(policy, reference) on tokens that the policy sampled.
-
-        d = log pi_ref - log pi;  k1 = -d
-
-    Source: FORMULAS 2.9. Single tokens can be negative. As a loss its expected gradient is
-    zero: use it as a number only.
-    """
-    return policy_logprobs_BT - reference_logprobs_BT
-
-
 def kl_k3(policy_logprobs_BT: Tensor, reference_logprobs_BT: Tensor) -> Tensor:
     """Low-variance estimate of KL(policy, reference) on tokens that the policy sampled.
 
         d = log pi_ref - log pi;  k3 = exp(d) - 1 - d
 
-    Source: FORMULAS 2.9. Never negative, unbiased on-policy. `d` is clamped to
-    +-`MAX_LOG_RATIO`.
+    Source: Schulman, "Approximating KL divergence", 2020. Never negative; unbiased where the tokens
+    are the policy's own samples.
+
+    Args:
+        policy_logprobs_BT: Nats.
+        reference_logprobs_BT: Nats.
+
+    Returns:
+        Nats, in the arguments' shape. `d` is clamped to +-`MAX_LOG_RATIO`, so two impossible tokens
+        that differ more give a bounded value; NaN stays NaN: mask before.
     """
     d_BT = (reference_logprobs_BT - policy_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return d_BT.exp() - 1.0 - d_BT
@@ -183,14 +190,28 @@ def token_entropy(logits_BTV: Tensor) -> Tensor:
         H = log Z - sum_v p_v z_v,   log Z = logsumexp(z)
 
     Args:
-        logits_BTV: Logits over the vocabulary in the last dimension, temperature included.
+        logits_BTV: Logits over the vocabulary in the last dimension, temperature included; finite
+            (a logit of -inf gives NaN).
     """
     log_z_BT = logits_BTV.logsumexp(-1)
     return log_z_BT - (logits_BTV.softmax(-1) * logits_BTV).sum(-1)
 
 
 def entropy_bonus(entropy_BT: Tensor, mask_BT: Tensor, weights_BT: Tensor, coef: float) -> Tensor:
-    """Loss term that rewards entropy: `-coef * sum_k m_k w_k H_k`."""
+    """Loss term that rewards entropy: `-coef * sum_k m_k w_k H_k`.
+
+    Args:
+        entropy_BT: As `token_entropy` gives it, nats, with gradient.
+        mask_BT: True on trained tokens.
+        weights_BT: Weight of every token.
+        coef: 0 or more.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        EmptyBatchError: The mask is False everywhere.
+    """
     return -coef * weighted_sum(entropy_BT, mask_BT, weights_BT)
 
 
@@ -204,6 +225,19 @@ def kl_penalty(
     """Loss term that holds the policy to a reference: `coef * sum_k m_k w_k k3_k`.
 
     Source: GRPO, arXiv:2402.03300 (there beta = 0.04). The reference carries no gradient.
+
+    Args:
+        policy_logprobs_BT: Under the weights being trained, nats, with gradient.
+        reference_logprobs_BT: Under the reference, nats.
+        mask_BT: True on trained tokens; elsewhere values may be anything, NaN too.
+        weights_BT: Weight of every token.
+        coef: 0 or more.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        EmptyBatchError: The mask is False everywhere.
     """
     policy_BT = _masked(policy_logprobs_BT, mask_BT)
     reference_BT = _masked(reference_logprobs_BT.detach(), mask_BT)

@@ -118,9 +118,12 @@ def head_is_separable(model: PreTrainedModel) -> bool:
     """Whether logits are just the output embedding applied to the base model's hidden states.
 
     True for most models; False where the model scales or caps its logits. Found by
-    comparing the two on two tokens.
+    comparing the two on a few tokens; a soft cap, which small logits would hide, by its setting.
     """
-    ids_BT = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    text_config = model.config.get_text_config()
+    if getattr(text_config, "final_logit_softcapping", None) is not None:
+        return False
+    ids_BT = torch.arange(1, min(9, vocabulary_size(model)), device=model.device)[None]
     with torch.no_grad():
         full_BTV = model(input_ids=ids_BT, use_cache=False).logits
         hidden = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state

@@ -113,6 +113,7 @@ def server_command(config: EngineConfig, *, on_cpu: bool) -> list[str]:
     argv += ["--dtype", config.dtype, "--max-model-len", str(config.max_model_len)]
     argv += ["--max-num-seqs", str(config.max_num_seqs)]
     argv += ["--logprobs-mode", "processed_logprobs"]  # of the distribution that was sampled
+    argv += ["--generation-config", "vllm"]  # no sampling parameter that is in no request
     argv += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
     argv += ["--enable-prompt-tokens-details", "--enable-scale-out", "--disable-uvicorn-access-log"]
     if config.tool_call_parser:

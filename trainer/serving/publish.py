@@ -30,6 +30,8 @@ from spangrad.trainer.serving.vllm_plugin import REFUSAL
 
 PauseMode = Literal["keep", "wait", "abort"]
 
+FLOAT_NOISE = 2e-5
+"""Nats: smaller mean differences say nothing, float32 arithmetic in another order makes them."""
 UNKNOWN_VERSION = "unknown"
 """Version of an engine whose weights are neither the old nor the new ones for sure."""
 
@@ -54,6 +56,8 @@ class Proof:
     """Largest absolute difference, nats."""
     moved: float | None
     """Mean absolute difference between the served logprobs before and now, nats; None: not asked."""
+    expected: float | None
+    """The same for the learner's, before and after the update; None: not asked."""
     tokens: int
     """Tokens compared."""
 
@@ -163,6 +167,7 @@ def prove(
     *,
     tolerance_nats: float,
     before: Sequence[np.ndarray[Any, Any]] | None = None,
+    learner_before: Sequence[np.ndarray[Any, Any]] | None = None,
     timeout_s: float = 120.0,
 ) -> Proof:
     """Compare what the engine serves with what the learner computes for the same tokens.
@@ -173,10 +178,13 @@ def prove(
         learner_logprobs: For every row of n tokens, n - 1 logprobs at temperature 1, nats.
         tolerance_nats: Largest acceptable mean difference; about 1e-5 is usual in float32, 0.04 in bfloat16.
         before: What `served_logprobs` said before the publish, to measure how far it moved.
+        learner_before: The learner's logprobs before the update. With `before`, the served ones must
+            have moved as far as the learner's: an update so small that old weights pass the
+            tolerance is found out too.
         timeout_s: Longest wait for the engine.
 
     Raises:
-        PublishError: The mean difference is larger (or not a number).
+        PublishError: The mean difference is larger (or not a number), or the engine did not move.
     """
     for index, (row, learner) in enumerate(zip(token_ids_rows, learner_logprobs, strict=True)):
         if len(learner) != len(row) - 1:
@@ -186,12 +194,14 @@ def prove(
             )
     served = served_logprobs(engine_url, token_ids_rows, timeout_s=timeout_s)
     gaps = _gaps(served, learner_logprobs)
+    now = [np.asarray(row, dtype=np.float64) for row in learner_logprobs]
     if not gaps.size:
         raise PublishError("there is no token to compare; give at least one row")
     proof = Proof(
         mean_gap=float(gaps.mean()),
         max_gap=float(gaps.max()),
         moved=None if before is None else float(_gaps(served, before).mean()),
+        expected=None if learner_before is None else float(_gaps(now, learner_before).mean()),
         tokens=int(gaps.size),
     )
     if not proof.mean_gap <= tolerance_nats:
@@ -199,6 +209,16 @@ def prove(
             f"the engine at {engine_url} serves other weights than the learner's: mean logprob difference"
             f" {proof.mean_gap:.4g} nats over {proof.tokens} tokens, expected {tolerance_nats:g} or less;"
             " publish again or restart the engine"
+        )
+    if (
+        proof.moved is not None
+        and proof.expected is not None
+        and proof.expected > FLOAT_NOISE
+        and proof.moved < proof.expected / 2
+    ):
+        raise PublishError(
+            f"the engine at {engine_url} still serves the old weights: its logprobs moved by"
+            f" {proof.moved:.2g} nats, the learner's by {proof.expected:.2g}; publish again or restart it"
         )
     return proof
 
@@ -208,7 +228,8 @@ def _replace_weights(client: httpx.Client, path: Path, version: int) -> None:
     old = _version(client)
     served = f"version {old}" if old is not None else "the weights that it served before"
     try:
-        _start_update(client)
+        if not _start_update(client):
+            served = f"weights of a publish that died, labelled {UNKNOWN_VERSION!r}"
         _post(client, "/update_weights", {"update_info": {"path": str(path)}})
     except PublishError as error:
         if REFUSAL in str(error):
@@ -243,15 +264,18 @@ def _refresh_gateway(url: str, key: str | None, version: int, timeout_s: float) 
             ) from error
 
 
-def _start_update(client: httpx.Client) -> None:
+def _start_update(client: httpx.Client) -> bool:
+    """Begin; False if a trainer died between start and finish: nobody knows what it had loaded."""
     try:
         _post(client, "/start_weight_update")
     except PublishError as error:
         if "already active" not in str(error):
             raise
-        # A trainer died between start and finish; the backend had loaded nothing or all.
+        _post(client, "/update_weight_version", {"new_version": UNKNOWN_VERSION})
         _post(client, "/finish_weight_update", {})
         _post(client, "/start_weight_update")
+        return False
+    return True
 
 
 def _half_done(client: httpx.Client, version: int, error: PublishError) -> PublishError:

@@ -23,10 +23,10 @@ from spangrad.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from spangrad.adapters.model_call import ModelCall
-    from spangrad.credit.assign import CreditConfig
     from spangrad.credit.pipeline import CreditedBatch, Render
     from spangrad.store.base import Store
     from spangrad.store.records import Reward, Rollout
+    from spangrad.trainer.config import TrainConfig
 
 SplitOption = Annotated[str | None, typer.Option("--split", help="Only this split: train, eval, expert, ...")]
 LimitOption = Annotated[int, typer.Option("--limit", min=0, help="Only the last so many rollouts; 0: all.")]
@@ -122,15 +122,20 @@ def transitions(
     run: RunOption = None,
     split: SplitOption = None,
     config: Annotated[
-        Path | None, typer.Option("--config", help="Config of a run, TOML: estimators and reward authors.")
+        Path | None,
+        typer.Option(
+            "--config",
+            help="Config of a run, TOML: its estimators, reward authors, grade and weights; without, GRPO.",
+        ),
     ] = None,
     author: Annotated[
         list[str] | None,
         typer.Option("--author", help="Whose rewards count: evaluator, operator, agent; several times."),
     ] = None,
     min_grade: Annotated[
-        str, typer.Option("--min-grade", help="Worst grade to train: exact or ids.")
-    ] = "ids",
+        str | None,
+        typer.Option("--min-grade", help="Worst grade to train: exact (as a run does) or ids (default)."),
+    ] = None,
     clone: Annotated[
         bool, typer.Option("--clone", help="Without rewards: advantage 1 everywhere, as cloning has it.")
     ] = False,
@@ -145,19 +150,22 @@ def transitions(
 ) -> None:
     """Show the training rows of rollouts: token ids, action mask, advantages, loss weight, segments.
 
-    Advantages compare a rollout with its whole group, also where only one
-    member is asked for. The action mask is true exactly where the policy
+    Advantages compare a rollout with its whole group, and weights are those
+    in the update that trained on it, also where only one rollout is asked for.
+    The action mask is true exactly where the policy
     sampled the token. What is not trained is counted with its reason. Calls
     that name no rollout, such as ingested ones, can be cloned: with --clone,
     each of their traces counts as a rollout, if no rollouts are asked for.
     """
     from spangrad.credit import row_to_json
+    from spangrad.credit.assign import CreditConfig
     from spangrad.credit.pipeline import credited_rows
+    from spangrad.credit.rewards import DEFAULT_AUTHORS
     from spangrad.credit.transitions import weigh
 
     render = _render(tokenizer, clone=clone)
-    grade = min_grade if render is None else "text"
-    credit, authors = _credit_settings(config)
+    settings = None if config is None else _settings(config)
+    grade = "text" if render is not None else min_grade or ("ids" if settings is None else "exact")
     with opened(store, key) as opened_store:
         wanted = opened_store.rollouts(rollout_ids=rollout, run_id=run, split=split)
         stray: list[ModelCall] = []
@@ -165,15 +173,21 @@ def transitions(
             stray = calls_without_rollout(opened_store)
         if not wanted and not (stray and clone):
             raise StoreError(_nothing_to_show(store, stray))
-        batch = credited_rows(
-            opened_store,
-            wanted if clone else _with_groups(opened_store, wanted),
-            None if clone else credit,
-            min_grade=grade,
-            authors=author or authors,
-            render=render,
-        )
-        batches = [batch]
+        credit = CreditConfig() if settings is None else settings.credit
+        authors = DEFAULT_AUTHORS if settings is None else settings.rollout.reward_authors
+        compared = [wanted] if clone else _with_groups(opened_store, wanted)
+        batches = [
+            credited_rows(
+                opened_store,
+                part,
+                None if clone else credit,
+                min_grade=grade,
+                authors=author or authors,
+                aggregation="rollout-token-mean" if settings is None else settings.rollout.aggregation,
+                render=render,
+            )
+            for part in compared
+        ]
         if stray:
             batches.append(clone_traces(opened_store, stray, min_grade=grade, render=render))
     every = [row for one in batches for row in one.rows]
@@ -250,16 +264,10 @@ def _tell_refused(batches: "Sequence[CreditedBatch]", ids: set[str], render: "Re
         )
 
 
-def _credit_settings(config: Path | None) -> "tuple[CreditConfig, Sequence[str]]":
-    from spangrad.credit.assign import CreditConfig
-    from spangrad.credit.rewards import DEFAULT_AUTHORS
-
-    if config is None:
-        return CreditConfig(), DEFAULT_AUTHORS
+def _settings(config: Path) -> "TrainConfig":
     from spangrad.trainer.config import load_config
 
-    settings = load_config(config)
-    return settings.credit, settings.rollout.reward_authors
+    return load_config(config)
 
 
 def _summary(row: dict[str, Any]) -> dict[str, Any]:
@@ -276,12 +284,20 @@ def _summary(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _with_groups(store: "Store", wanted: "Sequence[Rollout]") -> "list[Rollout]":
-    """These rollouts and all others of their groups."""
+def _with_groups(store: "Store", wanted: "Sequence[Rollout]") -> "list[list[Rollout]]":
+    """These rollouts with all others of their groups and updates: a batch an update, one for the rest."""
     groups = sorted({found.group_id for found in wanted if found.group_id is not None})
-    members = store.rollouts(group_ids=groups) if groups else []
-    known = {member.rollout_id for member in members}
-    return [*members, *(found for found in wanted if found.rollout_id not in known)]
+    members = {found.rollout_id: found for found in wanted}
+    members |= {found.rollout_id: found for found in (store.rollouts(group_ids=groups) if groups else ())}
+    updates = {(found.run_id, found.consumed_by) for found in wanted if found.consumed_by is not None}
+    for run_id in sorted({str(run_id) for run_id, _ in updates}):
+        of_run = store.rollouts(run_id=run_id)
+        members |= {found.rollout_id: found for found in of_run if (run_id, found.consumed_by) in updates}
+    batches: dict[tuple[str | None, int | None], list[Rollout]] = {}
+    for found in members.values():
+        key = (None, None) if found.consumed_by is None else (found.run_id, found.consumed_by)
+        batches.setdefault(key, []).append(found)
+    return list(batches.values())
 
 
 def _rollout_rows(store: "Store", found: "Sequence[Rollout]") -> list[dict[str, Any]]:

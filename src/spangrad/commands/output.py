@@ -7,12 +7,15 @@ import base64
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+LONGEST_ID = 20
+"""Characters of a word in a table that is too wide for the terminal."""
 
 
 def print_json(rows: Iterable[Mapping[str, Any]]) -> None:
@@ -38,13 +41,34 @@ def print_rows(
         for row in rows:
             print("\t".join(cell(row.get(column)) for column in columns))
         return
+    console = Console()
+    table = _table(columns, rows, right, cell)
+    if console.measure(table).maximum > console.width:
+        table = _table(columns, rows, right, lambda value: _short(cell(value)))
+    console.print(table)
+
+
+def _table(
+    columns: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    right: Sequence[str],
+    text_of: Callable[[Any], str],
+) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for column in columns:
         side: Literal["left", "right"] = "right" if column in right else "left"
         table.add_column(column.replace("_", " "), justify=side, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell(row.get(column))) for column in columns))
-    Console().print(table)
+        table.add_row(*(Text(text_of(row.get(column))) for column in columns))
+    return table
+
+
+def _short(text: str) -> str:
+    """A long id with its middle left out; `--json` and pipes have all of it."""
+    if len(text) <= LONGEST_ID or " " in text:
+        return text
+    half = LONGEST_ID // 2
+    return f"{text[:half]}…{text[-half:]}"
 
 
 def note(text: str) -> None:

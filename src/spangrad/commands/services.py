@@ -224,8 +224,11 @@ def _keys(file: Path | None) -> "Keys | None":
     if file.exists():
         return Keys.load(file)
     keys = Keys.generate()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    keys.save(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        keys.save(file)
+    except OSError as error:
+        raise ConfigError(f"keys can't be written to {str(file)!r}: {error.strerror}") from error
     note(f"spangrad: new keys for agent, evaluator and trainer are in {file}")
     return keys
 
