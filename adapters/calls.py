@@ -20,7 +20,7 @@ from spangrad.adapters.merging import cluster, merge
 from spangrad.adapters.model_call import ModelCall, Purpose
 from spangrad.adapters.reading import Reading, text, whole_number
 from spangrad.store.base import Store
-from spangrad.store.records import RECORDED_SPLIT, Span
+from spangrad.store.records import Span
 from spangrad.tracer import conventions as c
 
 
@@ -36,18 +36,13 @@ def calls_from_spans(spans: Iterable[Span]) -> list[ModelCall]:
 def calls_of(store: Store, rollout_ids: Sequence[str] | None = None) -> list[ModelCall]:
     """Calls of these rollouts' current attempts (of everything in the store without `rollout_ids`).
 
-    Where nobody enqueued a rollout, its current attempt is the highest one that its spans name. A span that
-    names no attempt belongs to attempt 0.
+    The store says which attempt is current. A span that names no attempt belongs to attempt 0.
     """
     calls = calls_from_spans(store.spans(rollout_ids))
-    current: dict[str, int] = {}
-    for call in calls:
-        if call.rollout_id is not None:
-            current[call.rollout_id] = max(call.attempt, current.get(call.rollout_id, 0))
-    for rollout in store.rollouts(rollout_ids=list(current)) if current else ():
-        if rollout.split != RECORDED_SPLIT:
-            current[rollout.rollout_id] = rollout.attempt
-    return [call for call in calls if call.rollout_id is None or call.attempt == current[call.rollout_id]]
+    named = list({call.rollout_id for call in calls if call.rollout_id is not None})
+    found = store.rollouts(rollout_ids=named) if named else ()
+    current: dict[str | None, int] = {rollout.rollout_id: rollout.attempt for rollout in found}
+    return [call for call in calls if call.attempt == current.get(call.rollout_id, call.attempt)]
 
 
 def record_calls(store: Store, calls: Iterable[ModelCall]) -> int:
@@ -161,6 +156,7 @@ def _with_context(reading: Reading, by_id: Mapping[tuple[str, str], Span]) -> Re
 def _call(reading: Reading, group: Sequence[Reading]) -> ModelCall:
     span = reading.span
     level, reasons = grade(reading)
+    attempt = reading.attempt or 0
     return ModelCall(
         call_id=f"{span.trace_id}-{span.span_id}",
         trace_id=span.trace_id,
@@ -172,7 +168,7 @@ def _call(reading: Reading, group: Sequence[Reading]) -> ModelCall:
         grade=level,
         grade_reasons=reasons,
         rollout_id=reading.rollout_id,
-        attempt=reading.attempt or 0,
+        attempt=attempt if attempt <= c.MAX_ATTEMPT else 0,  # the store does not believe it either
         model=reading.model,
         response_id=reading.response_id,
         messages=reading.messages,

@@ -4,6 +4,7 @@ Knows how foreign dialects can be recognised, so that a call that can't be read 
 counted instead of overlooked. Reading is each dialect's own file.
 """
 
+import json
 from collections.abc import Callable
 from typing import Final
 
@@ -55,7 +56,25 @@ def recognise(span: Span) -> str | None:
         return NO_DIALECT if is_call or _is_foreign_call(span) else None
     if not is_call:
         return None
-    return DIALECT_OTEL if c.PROVIDER_NAME in span.attributes else NO_DIALECT
+    is_otel = c.PROVIDER_NAME in span.attributes or _has_messages(span)
+    return DIALECT_OTEL if is_otel else NO_DIALECT
+
+
+def _has_messages(span: Span) -> bool:
+    """Whether the span has messages as the conventions 1.37 have them; others know the name, not the form."""
+    for name in (c.INPUT_MESSAGES, c.OUTPUT_MESSAGES):
+        value = span.attributes.get(name)
+        try:
+            messages = json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+            return True
+    return False
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and "role" in value and isinstance(value.get("parts"), list)
 
 
 def _is_foreign(span: Span) -> bool:

@@ -2,7 +2,8 @@
 
 Knows the hub's paths and how its errors become exceptions again; knows no DuckDB.
 Invariants: what may be repeated is tried again for a few seconds while no hub answers;
-a claim or requeue is repeated only if the hub can't have seen it.
+a claim or requeue is repeated only if the hub can't have seen it; an answer that no hub gives is said
+to be that.
 """
 
 import time
@@ -16,7 +17,13 @@ from spangrad import errors
 from spangrad.errors import HubUnreachableError, SpangradError, StoreError
 from spangrad.store.encoding import decode_json, encode_json
 from spangrad.store.records import Policy, Reward, Rollout, RolloutStatus, Span, Update
-from spangrad.store.wire import record_from_wire, record_to_wire, records_from_wire, spans_from_frames
+from spangrad.store.wire import (
+    SPANS_TYPE,
+    record_from_wire,
+    record_to_wire,
+    records_from_wire,
+    spans_from_frames,
+)
 
 RETRY_S: Final = 5.0
 _FIRST_PAUSE_S: Final = 0.05
@@ -50,7 +57,10 @@ class HubClient:
         """Store an OTLP `ExportTraceServiceRequest` (protobuf). Returns how many spans were new."""
         headers = {"content-type": "application/x-protobuf"}
         response = self._send("/v1/traces", request, headers=headers)
-        return int(response.headers["x-spangrad-new-spans"])
+        count = response.headers.get("x-spangrad-new-spans", "")
+        if not count.isdecimal():
+            raise _no_hub(self.url, response.text)
+        return int(count)
 
     def enqueue(self, rollouts: Sequence[Rollout]) -> int:
         """Add rollouts to the queue; those whose id is known are left alone. Returns how many were new."""
@@ -226,6 +236,8 @@ class HubClient:
     def _stream_spans(self, body: bytes) -> Iterator[Span]:
         response = self._send("/api/spans", body, is_streamed=True)
         try:
+            if response.headers.get("content-type") != SPANS_TYPE:
+                raise _no_hub(self.url, response.read().decode(errors="replace"))
             yield from spans_from_frames(response.iter_bytes())
         except httpx.TransportError as error:
             raise _unreachable(self.url, error) from error
@@ -235,7 +247,10 @@ class HubClient:
     def _call(self, name: str, arguments: Mapping[str, Any], *, is_repeatable: bool = True) -> Any:
         body = encode_json(arguments).encode()
         response = self._send(f"/api/{name}", body, is_repeatable=is_repeatable)
-        return decode_json(response.text)["result"]
+        try:
+            return decode_json(response.text)["result"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise _no_hub(self.url, response.text) from error
 
     def _send(
         self,
@@ -269,6 +284,13 @@ class HubClient:
 def _unreachable(url: str, error: Exception) -> HubUnreachableError:
     reason = str(error) or type(error).__name__
     return HubUnreachableError(f"no hub at {url!r} answers ({reason}); start one with `spangrad hub`")
+
+
+def _no_hub(url: str, answer: str) -> HubUnreachableError:
+    return HubUnreachableError(
+        f"what answers at {url!r} is no spangrad hub (it said {answer[:80]!r}); "
+        "check the address, or start a hub with `spangrad hub`"
+    )
 
 
 def _error_from(response: httpx.Response, url: str) -> SpangradError:

@@ -41,7 +41,7 @@ from spangrad.store.operations import OPERATIONS, run_operation
 from spangrad.store.otlp import decode_request, json_to_protobuf
 from spangrad.store.records import Span
 from spangrad.store.tables.database import OUTAGES
-from spangrad.store.wire import spans_to_frames
+from spangrad.store.wire import SPANS_TYPE, spans_to_frames
 from spangrad.store.writer import GroupWriter
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class _Hub:
             return chain([next(frames)], frames)  # an error here still has a status of its own
 
         frames = await run_in_threadpool(begin)
-        return StreamingResponse(frames, media_type="application/x-spangrad-spans")
+        return StreamingResponse(frames, media_type=SPANS_TYPE)
 
     def operation(self, name: str) -> Handler:
         async def handler(request: Request) -> Response:

@@ -24,11 +24,22 @@ SCHEMA_VERSION = len(MIGRATIONS)
 
 
 def schema_version(con: duckdb.DuckDBPyConnection) -> int:
-    """Version of the file; 0 if it is empty."""
-    known = con.execute("SELECT count(*) FROM duckdb_tables() WHERE table_name = 'schema_migrations'")
-    if known.fetchall() == [(0,)]:
+    """Version of the file; 0 if it is no store (yet)."""
+    known = con.execute(  # other programs have tables of that name, with other columns
+        "SELECT count(*) FROM duckdb_columns() WHERE schema_name = 'main' "
+        "AND table_name = 'schema_migrations' AND column_name IN ('version', 'name', 'applied_ns')"
+    )
+    if known.fetchall() != [(3,)]:
         return 0
     return int(con.execute("SELECT coalesce(max(version), 0) FROM schema_migrations").fetchall()[0][0])
+
+
+def is_empty(con: duckdb.DuckDBPyConnection) -> bool:
+    """Whether nobody has made anything in the file."""
+    kinds = ("tables", "views", "schemas", "types", "functions")
+    counts = [f"SELECT count(*) FROM duckdb_{kind}() WHERE NOT internal" for kind in kinds]
+    counts.append("SELECT count(*) FROM duckdb_sequences()")
+    return all(con.execute(sql).fetchall() == [(0,)] for sql in counts)
 
 
 def check_version(con: duckdb.DuckDBPyConnection, name: str) -> int:

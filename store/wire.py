@@ -31,6 +31,7 @@ from spangrad.store.records import (
 
 Record = TypeVar("Record", Rollout, Reward, Update, Policy, UpdateSample)
 
+SPANS_TYPE: Final = "application/x-spangrad-spans"
 _SIZE: Final = struct.Struct("<I")
 _SPANS_PER_FRAME: Final = 64
 _END: Final = _SIZE.pack(0) * 2

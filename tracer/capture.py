@@ -8,7 +8,8 @@ Invariants:
 * The client gets its own response object, the same bytes in the same pieces, and its own exceptions.
 * Nothing of ours raises into the client; a failure in here is logged at most every 30 s.
 * The calling thread only takes references: no JSON is decoded, nothing is copied or sent.
-* A call ends once: when its body was read to the end, closed, cancelled, failed, or dropped unread.
+* A call ends once: when its body was read to the end, closed, cancelled, failed, dropped unread, or
+  recording stops (`end_open_calls`) with what had come by then. Not in a forked child that inherits it.
 * Of two patched transports that wrap one another, the outer one records.
 * Installing twice is installing once; `uninstall` restores what was there.
 """
@@ -18,6 +19,7 @@ import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -45,6 +47,8 @@ _RETRY_HEADER = "x-stainless-retry-count"
 
 _originals: dict[tuple[type, str], Any] = {}
 _said = Periodically()
+_open_calls: set["_Call"] = set()
+"""Calls in progress. Each is in here until it ends: whoever takes it out may end it, and nobody else."""
 
 
 def install() -> None:
@@ -59,6 +63,17 @@ def uninstall() -> None:
         if getattr(vars(owner).get(name), "__wrapped__", None) is original:
             setattr(owner, name, original)
             del _originals[owner, name]
+
+
+def end_open_calls() -> None:
+    """End what is not read to its end yet, as it is: the process is about to. Neither blocks nor raises."""
+    for call in _open_calls.copy():
+        call.end_early()
+
+
+def after_fork_in_child() -> None:
+    """The calls in progress are the parent's to record."""
+    _open_calls.clear()
 
 
 def _patch(module: ModuleType) -> None:
@@ -135,6 +150,7 @@ def _watch(call: "_Call", request: Any, response: Any, tee: type) -> Any:
         response.stream = tee(response.stream, call)
     except Exception:
         _log_failure()
+        call.end()
     return response
 
 
@@ -151,11 +167,10 @@ def _log_failure() -> None:
 class _Call:
     """A call in progress."""
 
-    __slots__ = ("_runtime", "is_ended", "raw")
+    __slots__ = ("_runtime", "raw")
 
     def __init__(self, runtime: Runtime, request: Any, route: str) -> None:
         self._runtime = runtime
-        self.is_ended = False
         rollout = current_rollout()
         step = current_step()
         headers = request.headers
@@ -181,6 +196,7 @@ class _Call:
         if runtime.destinations.allow(url.host):
             self._tell(headers, attributes)
         setattr(request, _MARK, True)
+        _open_calls.add(self)
 
     def add(self, part: bytes) -> None:
         raw = self.raw
@@ -191,11 +207,22 @@ class _Call:
             raw.response = []
 
     def end(self, error: BaseException | None = None, *, is_exhausted: bool = False) -> None:
-        if self.is_ended:
-            return
-        self.is_ended = True
         try:
-            raw = self.raw
+            _open_calls.remove(self)
+        except KeyError:  # it has ended
+            return
+        self._put(self.raw, error, is_exhausted=is_exhausted)
+
+    def end_early(self) -> None:
+        """End it while its thread may go on: with a copy, to which nothing is added any more."""
+        try:
+            _open_calls.remove(self)
+        except KeyError:
+            return
+        self._put(replace(self.raw, response=list(self.raw.response)), None, is_exhausted=False)
+
+    def _put(self, raw: RawCall, error: BaseException | None, *, is_exhausted: bool) -> None:
+        try:
             raw.end_ns = time.time_ns()
             raw.is_exhausted = is_exhausted
             if error is not None and not isinstance(error, GeneratorExit):

@@ -85,6 +85,13 @@ HEADER_PURPOSE: Final = "x-spangrad-purpose"
 HEADER_KEY: Final = "authorization"  # "Bearer KEY"
 
 
+def storable(text: str) -> str:
+    """`text` with lone surrogates escaped: protobuf refuses them, and the batch with them."""
+    if not isinstance(text, str) or text.isascii():
+        return text
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def choice_key(name: str, choice: int) -> str:
     """Name of a per-choice attribute: `name` for choice 0, `name.<choice>` beyond."""
     return name if choice == 0 else f"{name}.{choice}"

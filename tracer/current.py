@@ -7,11 +7,12 @@ Invariants:
   without it (a plain thread pool) belongs to the open rollout if no other has been open beside it in this
   process; otherwise to none.
 * Code outside of any rollout belongs to the one that SPANGRAD_ROLLOUT names (`spangrad run`).
-* A reward never raises.
+* A reward never raises. One that is no finite number is said in a warning and not recorded.
 """
 
 import functools
 import logging
+import math
 import os
 import threading
 from contextvars import ContextVar
@@ -53,6 +54,7 @@ class Rollout:
     def fail(self, reason: str) -> None:
         """Mark the rollout as failed where no exception says so."""
         if self.span is not None:
+            reason = c.storable(reason)
             self.span.set_status(Status(StatusCode.ERROR, reason))
             self.span.set_attribute(c.ERROR_TYPE, reason)
 
@@ -158,9 +160,12 @@ def _process_rollout() -> Rollout | None:
 
 def _reward(rollout: Rollout, value: float, name: str, explanation: str | None) -> None:
     try:
-        attributes: dict[str, Any] = {c.REWARD_NAME: name, c.REWARD_VALUE: float(value)}
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError("a reward is a finite number; one that is missing is not given")
+        attributes: dict[str, Any] = {c.REWARD_NAME: c.storable(name), c.REWARD_VALUE: number}
         if explanation is not None:
-            attributes[c.REWARD_EXPLANATION] = explanation
+            attributes[c.REWARD_EXPLANATION] = c.storable(explanation)
         if rollout.span is not None and rollout.span.is_recording():
             rollout.span.add_event(c.REWARD_EVENT, attributes)
             return

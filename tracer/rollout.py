@@ -6,6 +6,7 @@ Invariants:
 * What the function returns, raises or yields passes through unchanged; also `CancelledError`, `SystemExit`
   and the like, which are recorded first.
 * Between two items of a generator its rollout is not current for the consumer.
+* Text that UTF-8 can't hold (lone surrogates) is recorded with backslash escapes.
 * A rollout inside a rollout that names no id of its own is a part of the outer one.
 """
 
@@ -13,6 +14,7 @@ import functools
 import inspect
 import logging
 import os
+import traceback
 import uuid
 from collections.abc import AsyncGenerator, Callable, Generator
 from types import TracebackType
@@ -85,10 +87,10 @@ class RolloutScope:
 
     def __init__(self, rollout_id: str | None, task_id: str | None, attempt: int, name: str | None) -> None:
         """See `rollout`."""
-        self._rollout_id = rollout_id
-        self._task_id = task_id
+        self._rollout_id = rollout_id if rollout_id is None else c.storable(rollout_id)
+        self._task_id = task_id if task_id is None else c.storable(task_id)
         self._attempt = attempt
-        self._name = name
+        self._name = name if name is None else c.storable(name)
         self._entered: list[tuple[_Run, Rollout | None]] = []
 
     def __call__(self, function: F) -> F:
@@ -176,9 +178,9 @@ class _Run:
             return
         try:
             if error is not None and not isinstance(error, GeneratorExit):
-                self._span.record_exception(error)
+                self._span.record_exception(error, _storable_parts(error))
                 self._span.set_attribute(c.ERROR_TYPE, _type_name(error))
-                self._span.set_status(Status(StatusCode.ERROR, str(error)[:500]))
+                self._span.set_status(Status(StatusCode.ERROR, c.storable(str(error))[:500]))
             self._span.end()
         except Exception:  # the boundary, as above
             logger.warning("the end of a rollout could not be recorded", exc_info=True)
@@ -206,6 +208,15 @@ def _started_by_launcher() -> Runtime | None:
 def _type_name(error: BaseException) -> str:
     kind = type(error)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _storable_parts(error: BaseException) -> dict[str, str]:
+    """What OTel would record of an error as it is, where that can't be sent: see `c.storable`."""
+    parts = {
+        "exception.message": str(error),
+        "exception.stacktrace": "".join(traceback.format_exception(error)),
+    }
+    return {name: c.storable(text) for name, text in parts.items() if c.storable(text) != text}
 
 
 def _generator(function: Callable[..., Generator[Any, Any, Any]], scope: RolloutScope) -> Any:

@@ -4,7 +4,8 @@ Invariants:
 * `init` twice is `init` once.
 * What was captured reaches the hub or the disk when the interpreter exits (return, `sys.exit`, uncaught
   exception), on SIGTERM (unless the application handles it itself), and in children of
-  `multiprocessing`. `os._exit` and SIGKILL lose at most the last fraction of a second.
+  `multiprocessing`. A call that is not over by then is recorded with what has come of its response;
+  `flush` ends no call. `os._exit` and SIGKILL lose at most the last fraction of a second.
 * No application handler is replaced.
 """
 
@@ -103,6 +104,7 @@ def shutdown(timeout_s: float = 10.0) -> bool:
             return True
         runtime.activate(None)
         capture.uninstall()
+        capture.end_open_calls()
         flushed = current.worker.close(timeout_s)
         current.worker.exporter.shutdown()
         return flushed
@@ -166,6 +168,7 @@ def _before_child_exits() -> None:
 def _after_fork_in_child() -> None:
     global _lock
     _lock = threading.RLock()
+    capture.after_fork_in_child()
     current = runtime.active()
     if current is not None:
         current.after_fork_in_child()
@@ -178,6 +181,7 @@ def _at_exit() -> None:
 def _on_sigterm(number: int, frame: FrameType | None) -> Any:
     current = runtime.active()
     if current is not None:
+        capture.end_open_calls()
         current.worker.flush(EXIT_TIMEOUT_S)  # to the hub or to disk: the process need not wait for the hub
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -5,7 +5,7 @@ Knows which process needs which address and key. Knows nothing of training.
 * Ports are checked before anything starts; each process logs into `<folder>/logs`.
 * Keys are made once and kept in a file that only its owner can read. Gateway and
   agents get the agent's key; nobody but the trainer gets the trainer's.
-* `watch` starts the engine again if it dies. A trainer that finds another version than
+* `watch` starts again what dies, as often as it takes. A trainer that finds another version than
   its own publishes again.
 """
 
@@ -14,10 +14,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
+from spangrad.errors import SpangradError
 from spangrad.store.keys import Keys
 from spangrad.trainer.processes import Service, require_free_port
 from spangrad.trainer.serving.engine import Engine, EngineConfig
+
+LONGEST_PAUSE_S: Final = 60.0
+"""Between two tries to start a part again."""
+_BACK: Final = {
+    "hub": "is back",
+    "engine": "is back; a trainer publishes its version again before the next update",
+    "gateway": "is back",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +150,12 @@ class Stack:
                 part.stop()
         self.gateway = self.engine = self.hub = None
 
+    def abandon(self, name: str) -> None:
+        """End what is left of a part that did not get ready; it counts as dead."""
+        part: Service | Engine | None = getattr(self, name)
+        if part is not None:
+            part.stop()
+
     def __enter__(self) -> "Stack":
         """Nothing is started yet; leaving stops whatever was."""
         return self
@@ -167,20 +183,34 @@ def up(config: UpConfig, *, say: Callable[[str], None] = print) -> None:
 
 
 def watch(stack: Stack, *, say: Callable[[str], None], interval_s: float = 1.0) -> None:
-    """Start again what dies. Returns on KeyboardInterrupt."""
+    """Start again what dies; what can't be started is tried again, after ever longer pauses.
+
+    Returns on KeyboardInterrupt.
+    """
+    failures: dict[str, int] = {}
+    next_try_s: dict[str, float] = {}
     try:
         while True:
             time.sleep(interval_s)
-            if stack.engine is not None and not stack.engine.is_alive():
-                say("engine   died; starting it again")
-                stack.start_engine()
-                say("engine   is back; a trainer publishes its version again before the next update")
-            for name, service, start in (
+            for name, part, start in (
                 ("hub", stack.hub, stack.start_hub),
+                ("engine", stack.engine, stack.start_engine),
                 ("gateway", stack.gateway, stack.start_gateway),
             ):
-                if service is not None and not service.is_alive():
-                    say(f"{name}  died; starting it again")
+                if part is None or part.is_alive() or time.monotonic() < next_try_s.get(name, 0.0):
+                    continue
+                if name not in failures:
+                    say(f"{name:8} died; starting it again")
+                try:
                     start()
+                except (SpangradError, OSError) as error:
+                    pause_s = min(interval_s * 2.0 ** failures.get(name, 0), LONGEST_PAUSE_S)
+                    failures[name] = failures.get(name, 0) + 1
+                    next_try_s[name] = time.monotonic() + pause_s
+                    stack.abandon(name)
+                    say(f"{name:8} can't be started ({error}); trying again in {pause_s:g} s")
+                else:
+                    failures.pop(name, None)
+                    say(f"{name:8} {_BACK[name]}")
     except KeyboardInterrupt:
         say("stopping")

@@ -6,6 +6,7 @@
     +-- StoreError (RuntimeError)         the store refused or failed
     |   +-- StoreLockedError              another process holds the file
     |   +-- StoreFullError                the disk is full; nothing was acknowledged
+    |   +-- DatabaseFailedError           the database failed; the same may work later
     |   +-- SchemaVersionError            the file was written by a newer spangrad
     |   +-- HubUnreachableError (ConnectionError)   no hub answers at that address
     |   +-- PermissionDeniedError (PermissionError) the key does not allow that
@@ -18,6 +19,7 @@
     +-- EngineError (RuntimeError)        the inference engine failed, or did not start
     |   +-- PublishError                  the engine does not serve the weights that were published
     +-- PortInUseError (OSError)          the address is taken
+    +-- ClusterError (RuntimeError)       Ray could not start or keep a part of a run
     +-- MissingExtraError (ImportError)   an optional part of spangrad is not installed
     +-- RolloutError (RuntimeError)       an agent could not be run at all (a failed rollout is data)
 
@@ -48,6 +50,10 @@ class StoreLockedError(StoreError):
 
 class StoreFullError(StoreError):
     """The disk is full; the write was not acknowledged."""
+
+
+class DatabaseFailedError(StoreError):
+    """The database failed, whatever was asked of it; the same may work later."""
 
 
 class SchemaVersionError(StoreError):

@@ -6,6 +6,7 @@ Knows connections; knows no table. Invariants:
 * a write is inside `transaction()`: when the block has ended it is on disk (DuckDB syncs
   its log at commit), when it raised there is nothing of it;
 * an error that is none of the caller's doing is one of `OUTAGES`;
+* somebody else's database is refused and left as it is;
 * SQL can't reach files or the network: external access is off and can't be turned on.
 """
 
@@ -23,8 +24,8 @@ from typing import Any, Final
 
 import duckdb
 
-from spangrad.errors import StoreError, StoreFullError, StoreLockedError
-from spangrad.store.migrations import check_version, migrate
+from spangrad.errors import DatabaseFailedError, StoreError, StoreFullError, StoreLockedError
+from spangrad.store.migrations import check_version, is_empty, migrate
 
 THREADS = 4
 MEMORY_LIMIT = "4GB"
@@ -36,10 +37,6 @@ _opened_lock = threading.Lock()
 _FULL = ("no space left", "file too large", "disk quota exceeded")
 _UNFIT = (duckdb.DataError, duckdb.IntegrityError, duckdb.NotSupportedError, duckdb.InvalidInputException)
 """What DuckDB says of values that it can't take; anything else is the file's, the disk's or the memory's."""
-
-
-class DatabaseFailedError(StoreError):
-    """The database failed, whatever was asked of it; the same may work later."""
 
 
 OUTAGES: Final = (DatabaseFailedError, StoreFullError, StoreLockedError)
@@ -75,10 +72,9 @@ class Database:
 
     def _prepare(self) -> None:
         try:
-            if self.read_only:
-                if check_version(self._con, self.path.name) == 0:
-                    raise StoreError(f"{str(self.path)!r} holds no spangrad store; check the path")
-            else:
+            if check_version(self._con, self.path.name) == 0 and (self.read_only or not is_empty(self._con)):
+                raise StoreError(f"{str(self.path)!r} is a database, but no spangrad store; check the path")
+            if not self.read_only:
                 migrate(self._con, self.path.name)
             self._con.execute("SET lock_configuration = true")
         except duckdb.Error as error:

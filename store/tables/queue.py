@@ -4,7 +4,8 @@ Knows the tables `rollouts` and `tasks`. Invariants:
 
 * one attempt of one rollout belongs to one worker at a time;
 * attempts count up from 0 to `max_attempts - 1`; what a worker says of an older attempt is refused;
-* a rollout that is only known from spans is never handed out.
+* a rollout that is only known from spans is never handed out; its attempt is the highest that they name,
+  and how it went is said by that attempt's root span.
 """
 
 import time
@@ -243,38 +244,64 @@ def record_rollouts(con: duckdb.DuckDBPyConnection, spans: Sequence[tuple[Span, 
     by_rollout: dict[str, list[tuple[Span, Owner]]] = {}
     for span, owner in spans:
         by_rollout.setdefault(owner[0], []).append((span, owner))
-    known = dict(
+    found = (
         con.execute(
-            "SELECT rollout_id, is_recorded FROM rollouts WHERE rollout_id IN (SELECT unnest(?))",
+            "SELECT rollout_id, is_recorded, attempt FROM rollouts WHERE rollout_id IN (SELECT unnest(?))",
             [list(by_rollout)],
         ).fetchall()
         if by_rollout
-        else ()
+        else []
     )
-    fresh = {rollout_id: owned for rollout_id, owned in by_rollout.items() if rollout_id not in known}
-    first = _next_seq(con) if fresh else 0
-    rows = []
-    for i, (rollout_id, owned) in enumerate(fresh.items()):
-        attempt = min(owned[0][1][1] or 0, conventions.MAX_ATTEMPT)
-        known[rollout_id] = True
-        rows.append(
-            {
-                "seq": first + i,
-                "rollout_id": rollout_id,
-                "split": RECORDED_SPLIT,
-                "attempt": attempt,
-                "max_attempts": attempt + 1,
-                "status": "running",
-                "enqueued_ns": time.time_ns(),
-                "started_ns": min(*(span.start_ns for span, _ in owned), 2**63 - 1),
-                "is_recorded": True,
-            }
-        )
+    known = {rollout_id: attempt for rollout_id, _, attempt in found}
+    for rollout_id, is_recorded, _ in found:
+        if not is_recorded:
+            del by_rollout[rollout_id]  # its workers say how it goes
+    first = _next_seq(con) if by_rollout.keys() - known.keys() else 0
+    rows: list[dict[str, Any]] = []
+    for rollout_id, owned in by_rollout.items():
+        before, attempt = known.get(rollout_id), max(_attempt(owner) for _, owner in owned)
+        if before is None:
+            known[rollout_id] = attempt
+            rows.append(
+                {
+                    "seq": first + len(rows),
+                    "rollout_id": rollout_id,
+                    "split": RECORDED_SPLIT,
+                    "attempt": attempt,
+                    "max_attempts": attempt + 1,
+                    "status": "running",
+                    "enqueued_ns": time.time_ns(),
+                    "started_ns": _first_start(owned, attempt),
+                    "is_recorded": True,
+                }
+            )
+        elif attempt > before:
+            known[rollout_id] = attempt
+            _raise_recorded(con, rollout_id, attempt, _first_start(owned, attempt))
     insert_rows(con, ROLLOUTS, rows)
     for rollout_id, owned in by_rollout.items():
-        for span, _ in owned:
-            if known[rollout_id] and span.attributes.get(conventions.SPAN_ROLE) == "rollout":
+        for span, owner in owned:
+            is_root = span.attributes.get(conventions.SPAN_ROLE) == "rollout"
+            if is_root and _attempt(owner) == known[rollout_id]:
                 _end_recorded(con, rollout_id, span)
+
+
+def _attempt(owner: Owner) -> int:
+    """A span that names no attempt belongs to attempt 0."""
+    return min(owner[1] or 0, conventions.MAX_ATTEMPT)
+
+
+def _first_start(owned: Sequence[tuple[Span, Owner]], attempt: int) -> int:
+    return min(*(span.start_ns for span, owner in owned if _attempt(owner) == attempt), 2**63 - 1)
+
+
+def _raise_recorded(con: duckdb.DuckDBPyConnection, rollout_id: str, attempt: int, started_ns: int) -> None:
+    """A later attempt has begun: what was known of the one before no longer counts."""
+    con.execute(
+        "UPDATE rollouts SET attempt = ?, max_attempts = ?, status = 'running', started_ns = ?, "
+        "ended_ns = NULL, error_type = NULL, error = NULL WHERE rollout_id = ?",
+        [attempt, attempt + 1, started_ns, rollout_id],
+    )
 
 
 def _end_recorded(con: duckdb.DuckDBPyConnection, rollout_id: str, root: Span) -> None:

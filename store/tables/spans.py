@@ -5,6 +5,8 @@ rewards. Invariants: a batch is stored whole or not at all; a span that is known
 ignored; reading gives back what came, plus the derived `rollout_id` and `attempt`.
 """
 
+import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +30,8 @@ from spangrad.store.tables.queue import record_rollouts
 from spangrad.store.tables.rewards import insert_rewards
 from spangrad.store.tables.rows import insert_rows, select_dicts
 from spangrad.tracer import conventions
+
+logger = logging.getLogger(__name__)
 
 READ_ROWS = 1000
 MODEL_OPERATIONS = frozenset({"chat", "text_completion", "generate_content"})
@@ -154,7 +158,11 @@ def _rewards_of(
         value = event.attributes.get(conventions.REWARD_VALUE)
         if event.name != conventions.REWARD_EVENT or isinstance(value, bool):
             continue
-        if isinstance(value, int | float) and value - value == 0:  # finite
+        if isinstance(value, float) and not math.isfinite(value):
+            logger.warning(
+                "span %s: a reward of rollout %r is %r; only finite ones are kept", span, owner[0], value
+            )
+        elif isinstance(value, int | float):
             explanation = event.attributes.get(conventions.REWARD_EXPLANATION)
             reward = Reward(
                 rollout_id=owner[0],

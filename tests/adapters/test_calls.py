@@ -11,10 +11,11 @@ from spangrad.adapters.calls import call_to_json, calls_from_spans, calls_of
 from spangrad.adapters.dialects import NO_DIALECT, recognise
 from spangrad.adapters.merging import NEVER_READ
 from spangrad.adapters.model_call import Grade, Purpose
+from spangrad.adapters.otel_genai import DIALECT_OTEL
 from spangrad.adapters.otlp_files import messages
 from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import decode_request, encode_request
-from spangrad.store.records import Rollout, Span
+from spangrad.store.records import Rollout, RolloutStatus, Span, SpanEvent
 from spangrad.tracer import conventions as c
 from spangrad.tracer.gateway.record import reply_attributes, request_attributes
 from spangrad.tracer.gateway.reply import Reply
@@ -273,3 +274,44 @@ def test_where_nobody_enqueued_a_rollout_its_highest_attempt_counts(tmp_path):
             names = {c.ROLLOUT_ID: "roll", c.ATTEMPT: number}
             store.put_otlp(encode_request([span("a", trace=trace, attributes=text_attributes(**names))]))
         assert [call.attempt for call in calls_of(store)] == [1]
+
+
+def test_calls_rollout_and_rewards_are_of_the_same_attempt_of_a_recorded_rollout(tmp_path):
+    with FileStore(tmp_path / "s.duckdb") as store:
+        for number, trace, reward in ((1, "2", 0.0), (0, "1", 1.0)):  # the first attempt's arrive last
+            names = {c.ROLLOUT_ID: "roll", c.ATTEMPT: number}
+            event = SpanEvent(c.REWARD_EVENT, 5, {c.REWARD_VALUE: reward})
+            root = span(
+                "r", trace=trace, attributes={**names, c.SPAN_ROLE: "rollout"}, status_code=2 - 2 * number
+            )
+            call = span("a", trace=trace, parent="r", attributes=text_attributes(**names))
+            store.put_otlp(encode_request([call, dataclasses.replace(root, events=[event])]))
+        (rollout,) = store.rollouts()
+        assert (rollout.attempt, rollout.status) == (1, RolloutStatus.SUCCEEDED)
+        assert [call.attempt for call in calls_of(store)] == [rollout.attempt]
+        assert [r.value for r in store.rewards() if r.attempt == rollout.attempt] == [0.0]
+
+
+def test_an_attempt_that_is_not_believed_hides_no_call(tmp_path):
+    names = {c.ROLLOUT_ID: "roll", c.ATTEMPT: c.MAX_ATTEMPT + 1}
+    with FileStore(tmp_path / "s.duckdb") as store:
+        store.put_otlp(encode_request([span("a", attributes=text_attributes(**names))]))
+        assert [call.attempt for call in calls_of(store)] == [0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, DIALECT_OTEL),
+        ({c.INPUT_MESSAGES: None}, DIALECT_OTEL),
+        ({c.INPUT_MESSAGES: "[", c.OUTPUT_MESSAGES: "[]"}, NO_DIALECT),
+        ({c.INPUT_MESSAGES: '[{"role": "user", "content": "hi"}]', c.OUTPUT_MESSAGES: None}, NO_DIALECT),
+        ({"openinference.span.kind": "LLM"}, NO_DIALECT),
+        ({"gen_ai.prompt.0.role": "user"}, NO_DIALECT),
+    ],
+)
+def test_without_a_provider_messages_in_the_form_of_the_conventions_tell_the_dialect(changes, expected):
+    told = text_attributes(**changes)
+    del told[c.PROVIDER_NAME]
+    there = {name: value for name, value in told.items() if value is not None}
+    assert recognise(span(scope="somebody", attributes=there)) == expected

@@ -33,6 +33,10 @@ def run(task):
             os.kill(task["pid"], signal.SIGKILL)  # its span of the call above dies with it
         _wait_for_gateway()
         _call()
+    if what == "wait for grader":
+        _wait_until(Path(task["marker"]).exists)
+    if what == "outlive gateway":
+        _wait_until(lambda: not Path(f"/proc/{task['pid']}").exists())
     return {"text": what}
 
 
@@ -41,6 +45,12 @@ def _call():
     url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
     headers = {"authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     httpx.post(url, json=body, headers=headers, timeout=20).raise_for_status()
+
+
+def _wait_until(condition):
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not condition():
+        time.sleep(0.02)
 
 
 def _wait_for_gateway():
@@ -63,6 +73,14 @@ async def run_async(task):
 def reward(task, output):
     """What the task asks for."""
     return task.get("reward", 1.0)
+
+
+def slow_reward(task, output):
+    """A grader that takes longer than a rollout may, where the task says so."""
+    if "grade_s" in task:
+        Path(task["marker"]).touch()
+        time.sleep(task["grade_s"])
+    return 1.0
 
 
 def exiting_reward(task, output):

@@ -1,10 +1,16 @@
 """A rollout worker against a real hub, with agents and rewards that misbehave."""
 
+import itertools
 import math
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
@@ -16,7 +22,7 @@ from spangrad.tracer.exporter import HubExporter
 from spangrad.tracer.gateway import GatewayConfig, running
 from spangrad.trainer.processes import free_port
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
-from spangrad.trainer.rollouts.worker import RolloutWorker, as_reward
+from spangrad.trainer.rollouts.worker import FREE_GATEWAY_RETRIES, RolloutWorker, as_reward
 from spangrad.trainer.up import Stack, UpConfig
 from tests.gateway.stub_engine import stub_engine
 from tests.waiting import wait_until
@@ -109,6 +115,17 @@ def test_a_reward_that_is_no_number_is_missing_not_an_end_of_the_run(hub, tmp_pa
     assert report.reward_errors == 2
 
 
+def test_a_rollout_that_ends_while_a_slow_grader_works_is_not_overdue(hub, tmp_path):
+    marker = str(tmp_path / "marker")
+    tasks = {
+        "a": {"what": "good", "marker": marker, "grade_s": 4.0},
+        "b": {"what": "wait for grader", "marker": marker},
+    }
+    found, rewards, report = work(hub, tmp_path, tasks, reward="slow_reward", timeout_s=2.5)
+    assert {rollout.attempt for rollout in found.values()} == {0}
+    assert rewards == {"a": 1.0, "b": 1.0} and report.timed_out == 0
+
+
 def test_a_grader_that_exits_gives_no_reward(hub, tmp_path):
     found, rewards, report = work(hub, tmp_path, {"a": {"what": "a"}}, reward="exiting_reward")
     assert found["a"].status is RolloutStatus.SUCCEEDED and rewards == {} and report.reward_errors == 1
@@ -145,6 +162,72 @@ def test_a_rollout_whose_gateway_was_killed_under_it_is_run_again(hub, tmp_path)
     calls = list(calls_of(store, [found["a"].rollout_id]))
     store.close()
     assert [call.grade for call in calls] == ["exact", "exact"]
+
+
+def test_time_without_a_gateway_counts_in_no_timeout(hub, tmp_path):
+    timeout_s = 2.5
+    with ThreadPoolExecutor(1) as thread, stub_engine() as engine:
+        config = replace(hub.config, gateway_port=free_port(), engine_url=engine.url)
+        with Stack(config) as stack:
+            stack.start_gateway()
+            first = stack.gateway
+            assert first is not None
+            tasks = {
+                "a": {"what": "kill gateway", "pid": first.pid, "marker": str(tmp_path / "marker")},
+                "b": {"what": "outlive gateway", "pid": first.pid},
+            }
+            kwargs = {"gateway": stack.gateway_url, "timeout_s": timeout_s}
+            working = thread.submit(work, hub, tmp_path, tasks, **kwargs)
+            wait_until(lambda: not first.is_alive() or working.done())
+            back_at = time.monotonic() + 2 * timeout_s
+            first.stop()
+            wait_until(lambda: time.monotonic() > back_at or working.done())
+            stack.start_gateway()
+            found, _, report = working.result()
+    assert report.timed_out == 0 and "gateway was restarted" in report.first_error
+    for rollout in found.values():
+        assert (rollout.status, rollout.attempt, rollout.max_attempts) == (RolloutStatus.SUCCEEDED, 1, 3)
+
+
+@contextmanager
+def shared_address(urls):
+    """An address behind which requests reach one server after the other."""
+    turns = itertools.cycle(urls)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self._answer(httpx.get(urls[0] + self.path))
+
+        def do_POST(self):
+            self._answer(
+                httpx.post(next(turns) + self.path, headers={"authorization": self.headers["authorization"]})
+            )
+
+        def _answer(self, reply):
+            self.send_response(reply.status_code)
+            self.send_header("content-length", str(len(reply.content)))
+            self.end_headers()
+            self.wfile.write(reply.content)
+
+        def log_message(self, format, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_gateway_that_is_another_one_every_time_uses_attempts_up_in_the_end(hub, tmp_path):
+    with stub_engine() as engine:
+        config = GatewayConfig(engine_url=engine.url, store=hub.hub_url, port=0, agent_key=hub.keys.agent)
+        with running(config) as first, running(config) as second, shared_address([first, second]) as url:
+            found, rewards, report = work(hub, tmp_path, {"a": {"what": "good"}}, gateway=url)
+    rollout = found["a"]
+    assert (rollout.status, rollout.error_type) == (RolloutStatus.FAILED, "GatewayRestartedError")
+    assert "two share the address" in rollout.error and rewards == {}
+    assert rollout.max_attempts == 2 + FREE_GATEWAY_RETRIES
+    assert report.failed_attempts == rollout.attempt + 1 == rollout.max_attempts
 
 
 class Losing(SpanExporter):

@@ -91,10 +91,39 @@ def test_paths_that_hold_no_store_are_refused_in_one_sentence(tmp_path: Path) ->
         FileStore(garbage)
     assert "\n" not in str(raised.value)
     assert garbage.read_bytes() == b"not a database " * 1000
-    with duckdb.connect(str(tmp_path / "foreign.duckdb")) as con:
-        con.execute("CREATE TABLE t(a INTEGER)")
-    with pytest.raises(StoreError, match="no spangrad store"):
-        FileStore(tmp_path / "foreign.duckdb", read_only=True)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize(
+    "made",
+    [
+        "CREATE TABLE t(a INTEGER)",
+        "CREATE VIEW v AS SELECT 1",
+        "CREATE SCHEMA s",
+        "CREATE SEQUENCE q",
+        "CREATE MACRO m(a) AS a + 1",
+        "CREATE TABLE schema_migrations(version VARCHAR); INSERT INTO schema_migrations VALUES ('20240101')",
+    ],
+)
+def test_somebody_elses_database_is_refused_and_left_as_it_is(
+    tmp_path: Path, made: str, read_only: bool
+) -> None:
+    path = tmp_path / "foreign.duckdb"
+    with duckdb.connect(str(path)) as con:
+        con.execute(made)
+    before = path.read_bytes()
+    with pytest.raises(
+        StoreError, match=r"foreign\.duckdb' is a database, but no spangrad store; check the path"
+    ):
+        FileStore(path, read_only=read_only)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_database_in_which_nothing_was_made_becomes_a_store(tmp_path: Path) -> None:
+    duckdb.connect(str(tmp_path / "s.duckdb")).close()
+    with FileStore(tmp_path / "s.duckdb") as store:
+        assert store.rollouts() == []
 
 
 def test_a_file_without_a_byte_becomes_a_store(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -442,3 +444,42 @@ def test_every_acknowledged_batch_survives_sigkill_once(
     assert all(len(set(ids)) == len(ids) for ids in stored.values())
     for trace_id, ids in stored.items():  # a batch that was not acknowledged is there whole or not at all
         assert len(ids) == int(acknowledged.get(trace_id, len(ids)))
+
+
+class Foreign(BaseHTTPRequestHandler):
+    """Says the same to everybody."""
+
+    answer = (b"", "")
+
+    def do_POST(self) -> None:
+        body, kind = self.answer
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (b'{"status": "ok"}', "application/json"),
+        (b"[1, 2]", "application/json"),
+        (b"", "application/json"),
+        (b"<html>" + b"welcome " * 9999, "text/html"),
+    ],
+)
+def test_a_server_that_is_no_hub_is_one_clear_error(body: bytes, kind: str) -> None:
+    handler = type("Handler", (Foreign,), {"answer": (body, kind)})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with HubClient(url) as client:
+            for ask in (client.rollouts, lambda: list(client.spans()), lambda: client.put_otlp(b"")):
+                with pytest.raises(HubUnreachableError, match=f"'{url}' is no spangrad hub") as raised:
+                    ask()
+                assert len(str(raised.value)) < 300
+        server.shutdown()

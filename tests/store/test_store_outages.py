@@ -15,13 +15,12 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from starlette.testclient import TestClient
 
-from spangrad.errors import StoreError
+from spangrad.errors import DatabaseFailedError, StoreError
 from spangrad.store.file_store import FileStore
 from spangrad.store.hub import create_app
 from spangrad.store.otlp import decode_request
 from spangrad.store.records import Rollout, Span
 from spangrad.store.tables import database
-from spangrad.store.tables.database import DatabaseFailedError
 from spangrad.store.writer import GroupWriter
 from spangrad.tracer import conventions as names
 from spangrad.tracer.exporter import HubExporter

@@ -7,7 +7,7 @@ import pytest
 
 from spangrad.errors import LeaseLostError, StoreError
 from spangrad.store.file_store import FileStore
-from spangrad.store.records import Reward, RewardAuthor, Rollout, RolloutStatus, SpanEvent, Update
+from spangrad.store.records import Reward, RewardAuthor, Rollout, RolloutStatus, Span, SpanEvent, Update
 from spangrad.tracer import conventions as names
 from tests.store.building import conversation, new_trace, request, span
 from tests.waiting import wait_until
@@ -296,3 +296,57 @@ def test_a_reward_with_a_time_is_one_row_and_one_given_now_comes_after_it(store:
     together = [Reward("b", float(i), time_ns=7) for i in range(20)]
     assert store.put_rewards(together) == 20
     assert [r.value for r in store.rewards(["b"])] == [float(i) for i in range(20)]
+
+
+def root(attempt: int | None, *, status_code: int = 0, reward: float | None = None, task: str = "t") -> Span:
+    event = SpanEvent(names.REWARD_EVENT, 5, {names.REWARD_VALUE: reward})
+    return span(
+        new_trace(),
+        rollout="R",
+        attempt=attempt,
+        start_ns=1000 * (1 + (attempt or 0)),
+        status_code=status_code,
+        attributes={names.SPAN_ROLE: "rollout", names.TASK_ID: task, names.ERROR_TYPE: "E"},
+        events=() if reward is None else (event,),
+    )
+
+
+def recorded(store: FileStore) -> tuple[object, ...]:
+    (found,) = store.rollouts()
+    assert found.max_attempts == found.attempt + 1
+    return found.attempt, found.status, found.error_type, found.task_id, found.started_ns, found.ended_ns
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_recorded_rollout_is_at_the_highest_attempt_that_its_spans_name(
+    store: FileStore, together: bool
+) -> None:
+    failed, good, late = root(0, status_code=2, task="t0"), root(2, task="t2"), root(1, status_code=2)
+    call = span(new_trace(), rollout="R", attempt=2, start_ns=2500)
+    if together:
+        store.put_otlp(request([good, failed, call, late]))
+    else:
+        store.put_otlp(request([failed]))
+        assert recorded(store) == (0, RolloutStatus.FAILED, "E", "t0", 1000, 1010)
+        store.put_otlp(request([call]))
+        assert recorded(store) == (2, RolloutStatus.RUNNING, None, "t0", 2500, None)
+        store.put_otlp(request([good]))
+        store.put_otlp(request([late]))
+        store.put_otlp(request([root(None, status_code=2)]))  # names no attempt: of attempt 0
+    assert recorded(store) == (2, RolloutStatus.SUCCEEDED, None, "t2", 3000, 3010)
+
+
+def test_spans_do_not_change_the_attempt_of_an_enqueued_rollout(store: FileStore) -> None:
+    store.enqueue([Rollout("R", max_attempts=3)])
+    store.claim(worker="w")
+    store.put_otlp(request([root(1)]))
+    (found,) = store.rollouts()
+    assert (found.attempt, found.status) == (0, RolloutStatus.RUNNING)
+
+
+def test_a_reward_of_a_span_that_is_no_finite_number_is_said_and_left_out(
+    store: FileStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put_otlp(request([root(0, reward=float("nan")), root(0, reward=1.0)]))
+    assert [reward.value for reward in store.rewards()] == [1.0]
+    assert "a reward of rollout 'R' is nan" in caplog.text

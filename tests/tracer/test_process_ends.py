@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from spangrad.tracer import conventions as c
 from spangrad.tracer.current import ENVIRONMENT
 from tests.tracer.recording import calls, roots, spans_of_store
 from tests.tracer.stub_server import ModelServer
@@ -30,6 +31,7 @@ def start(code: str, store: Path, model: ModelServer) -> "subprocess.Popen[str]"
     environment = {name: value for name, value in os.environ.items() if name != ENVIRONMENT}
     return subprocess.Popen(
         [sys.executable, "-c", PRELUDE + code, str(store), model.url],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -133,3 +135,76 @@ def test_a_dead_hub_is_survived_by_the_whole_process(model: ModelServer, tmp_pat
     )
     assert (child.returncode, child.stdout) == (0, "done\n"), child.stderr
     assert len(list(tmp_path.glob(".spangrad/spool/*/*.seg"))) >= 1
+
+
+STREAMS = """
+client = httpx.Client()
+def begin(prompt):
+    body = {"model": "policy", "stream": True, "messages": [{"role": "user", "content": prompt}]}
+    request = client.build_request("POST", sys.argv[2] + "/chat/completions", json=body)
+    response = client.send(request, stream=True)
+    parts = response.iter_bytes()
+    read = b""
+    while b"You" not in read:
+        read += next(parts)
+    return response, parts
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "returncode"),
+    [("", 0), ("os.kill(os.getpid(), signal.SIGTERM); signal.pause()", -signal.SIGTERM)],
+    ids=["return", "SIGTERM"],
+)
+def test_a_stream_that_is_still_held_at_the_end_is_recorded_as_left_early(
+    model: ModelServer, tmp_path: Path, ending: str, returncode: int
+) -> None:
+    code = f"{STREAMS}\nwith spangrad.rollout():\n    held = begin('GATED one')\nspangrad.flush()\n{ending}"
+    output = run(code, tmp_path / "s", model, returncode)
+    model.gate.set()
+    spans = spans_of_store(tmp_path / "s")
+    (call,) = calls(spans)
+    assert call[c.STREAM_COMPLETE] is False
+    assert call.json(c.OUTPUT_MESSAGES)[0]["parts"] == [{"type": "text", "content": "You"}]
+    assert call[c.ROLLOUT_ID] == roots(spans)[0][c.ROLLOUT_ID]
+    assert output == ""
+
+
+def test_a_call_without_a_response_at_the_end_is_recorded_as_failed(
+    model: ModelServer, tmp_path: Path
+) -> None:
+    code = """
+import socket
+silent = socket.create_server(("127.0.0.1", 0))
+url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/chat/completions"
+body = {"model": "policy", "messages": [{"role": "user", "content": "anybody?"}]}
+threading.Thread(target=httpx.post, args=(url,), kwargs={"json": body, "timeout": 60}, daemon=True).start()
+asked, _ = silent.accept()
+asked.recv(1)
+"""
+    assert run(code, tmp_path / "s", model) == ""
+    (call,) = calls(spans_of_store(tmp_path / "s"))
+    assert (call.prompt(), call.is_error, call[c.ERROR_TYPE]) == ("anybody?", True, "no response")
+
+
+def test_a_running_call_outlives_a_flush_and_a_forked_child_that_inherits_it(
+    model: ModelServer, tmp_path: Path
+) -> None:
+    code = f"""{STREAMS}
+held, parts = begin('GATED one')
+process = multiprocessing.get_context("fork").Process(target=spangrad.flush)
+process.start()
+process.join()
+spangrad.flush()
+say('flushed')
+sys.stdin.readline()
+assert b"[DONE]" in b"".join(parts)
+"""
+    child = start(code, tmp_path / "s", model)
+    assert child.stdout is not None and child.stdout.readline() == "flushed\n"
+    assert spans_of_store(tmp_path / "s") == []
+    model.gate.set()
+    _, errors = child.communicate("go\n", timeout=60)
+    assert child.returncode == 0, errors
+    (call,) = calls(spans_of_store(tmp_path / "s"))
+    assert call[c.STREAM_COMPLETE] is True

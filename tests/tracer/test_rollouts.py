@@ -302,3 +302,50 @@ def test_it_records_again_after_shutdown(model: ModelServer, recorded: Finish, t
     ask(model)
     assert spangrad.shutdown()
     assert len(spans_of_store(tmp_path / ".spangrad" / "store.duckdb")) == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), None])
+def test_a_reward_that_is_no_finite_number_is_said_and_not_recorded(
+    recorded: Finish, caplog: pytest.LogCaptureFixture, value: float
+) -> None:
+    with spangrad.rollout(rollout_id="r-1"):
+        spangrad.reward(value)
+    assert f"reward {value!r} of rollout 'r-1' was not recorded" in caplog.text
+    assert roots(recorded())[0].events == []
+
+
+def test_text_that_utf8_cant_hold_is_recorded_with_escapes(
+    model: ModelServer, recorded: Finish, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = "\udc80\u00e9", "\\udc80\u00e9"
+    with pytest.raises(ValueError), spangrad.rollout(rollout_id=bad, task_id=bad, name=bad) as handle:
+        assert (handle.rollout_id, handle.task_id) == (good, good)
+        with spangrad.rollout(rollout_id=bad):  # the same id: a part of it
+            ask(model)
+        spangrad.reward(1.0, name=bad, explanation=bad)
+        raise ValueError(bad)
+    with spangrad.rollout(rollout_id="r-2") as handle:
+        handle.fail(bad)
+    spans = recorded()
+    assert caplog.records == []
+    first, second = roots(spans)
+    assert (first.name, first.message, first[c.ROLLOUT_ID], first[c.TASK_ID]) == (good,) * 4
+    assert first.events[0][1] == {c.REWARD_NAME: good, c.REWARD_VALUE: 1.0, c.REWARD_EXPLANATION: good}
+    assert first.events[1][1]["exception.message"] == good
+    assert f"ValueError: {good}" in first.events[1][1]["exception.stacktrace"]
+    assert (second.message, second[c.ERROR_TYPE]) == (good, good)
+    assert [call[c.ROLLOUT_ID] for call in calls(spans)] == [good]
+
+
+def test_shutdown_ends_a_stream_once_and_its_reader_reads_on(model: ModelServer, recorded: Finish) -> None:
+    body = {"model": "policy", "stream": True, "messages": [{"role": "user", "content": "GATED one"}]}
+    with httpx.stream("POST", f"{model.url}/chat/completions", json=body) as response:
+        parts = response.iter_bytes()
+        read = next(parts)
+        while b"You" not in read:
+            read += next(parts)
+        (call,) = calls(recorded())
+        model.gate.set()
+        assert b"[DONE]" in b"".join(parts)
+    assert call[c.STREAM_COMPLETE] is False
+    assert recorded() == []

@@ -27,7 +27,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from spangrad.errors import ConfigError
-from spangrad.tracer.conventions import SCOPE_GATEWAY
+from spangrad.tracer.conventions import SCOPE_GATEWAY, storable
 from spangrad.tracer.exporter import HubExporter
 
 logger = logging.getLogger(__name__)
@@ -232,9 +232,8 @@ class _CountingExporter(SpanExporter):
 
 
 def _encodable(value: Any) -> Any:
-    """`value` with lone surrogates escaped: protobuf refuses them, and the batch with them."""
-    if isinstance(value, str) and not value.isascii():
-        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, str):
+        return storable(value)
     if isinstance(value, list | tuple):
         return [_encodable(item) for item in value]
     return value

@@ -6,7 +6,9 @@ happens here, after the rollout has ended.
 
 * A rollout is finished only after its spans are durable in the store, the agent's and the gateway's.
 * A gateway that was restarted or that dropped spans in mid-rollout may have lost calls: the attempt
-  is run again. A restart is free; a drop uses the attempt up, as it may come back every time.
+  is run again. A restart is free, `FREE_GATEWAY_RETRIES` times a rollout; a drop uses the attempt up, as
+  it may come back every time.
+* Time in which the worker waits for the gateway or its engine counts in no rollout's timeout.
 * A failed or overdue attempt is requeued while attempts are left; half a rollout is
   never marked as succeeded.
 * A reward function that raises gives no reward, not 0; it is counted.
@@ -20,8 +22,9 @@ import math
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -41,6 +44,9 @@ LEASE_S = 30.0
 """Lease of a claimed rollout; a heartbeat every third of it."""
 FLUSH_EVERY_S = 0.25
 """Ended rollouts are flushed and finished together this often."""
+FREE_GATEWAY_RETRIES = 5
+"""A rollout for which the gateway is another one yet more often uses its attempts up: it may be the reason,
+or two gateways share the address."""
 
 
 @dataclass(slots=True)
@@ -96,6 +102,7 @@ class RolloutWorker:
         self._ended: dict[str, tuple[_Attempt, dict[str, Any]]] = {}
         self._report = WorkerReport()
         self._suspects = 0
+        self._gateway_retries: Counter[str] = Counter()
         self._agent_host()  # an agent that can't be started must not cost a rollout its attempts
         self._gateway: GatewayState | None = None
         while config.has_gateway and self._gateway is None:
@@ -158,13 +165,13 @@ class RolloutWorker:
             self._host = AgentProcess(self._config)
         return self._host
 
-    def _collect(self) -> None:
-        """Take replies for FLUSH_EVERY_S, or until a claim can be useful."""
-        deadline = time.monotonic() + FLUSH_EVERY_S
-        while self._running and (left := deadline - time.monotonic()) > 0:
-            reply = self._agent_host().receive(left)
+    def _collect(self, within_s: float = FLUSH_EVERY_S) -> None:
+        """Take replies for a while, or until a claim can be useful."""
+        deadline = time.monotonic() + within_s
+        while self._running:
+            reply = self._agent_host().receive(max(0.0, deadline - time.monotonic()))
             if reply is None:
-                continue
+                return
             if "exit" in reply:
                 self.stop()
                 self._agent_died(reply["exit"])
@@ -186,8 +193,7 @@ class RolloutWorker:
             rollout = attempt.rollout
             before, now = attempt.gateway, self._gateway
             if (before and before.instance) != (now and now.instance):
-                text = "the gateway was restarted in mid-rollout; calls may be missing"
-                self._fail(rollout, "GatewayRestartedError", text, free=True)
+                self._fail_for_gateway(rollout)
             elif "failed" in reply:
                 self._fail(rollout, reply["error_type"], reply["error"])
             elif before != now:
@@ -204,11 +210,12 @@ class RolloutWorker:
         config = self._config
         is_flushed = self._host is None or self._host.flush()
         if is_flushed and config.has_gateway:
+            began = time.monotonic()
             try:
                 is_flushed, self._gateway = flush(config.gateway_url, config.agent_key)
             except httpx.HTTPError as error:
                 logger.warning("%s: the gateway can't hand over its spans: %s", self._name, error)
-                wait_for_engine(config.gateway_url, config.engine_wait_s)
+                self._wait_for_engine(began)
                 return False
         if not is_flushed:
             logger.warning("%s: spans wait for the hub; rollouts end when they are there", self._name)
@@ -249,15 +256,29 @@ class RolloutWorker:
         except LeaseLostError:
             self._report.lost_leases += 1
 
+    def _fail_for_gateway(self, rollout: Rollout) -> None:
+        self._gateway_retries[rollout.rollout_id] += 1
+        count = self._gateway_retries[rollout.rollout_id]
+        text = "the gateway was restarted in mid-rollout; calls may be missing"
+        if count > FREE_GATEWAY_RETRIES:
+            text += f" (time {count} for this rollout: it may end the gateway, or two share the address)"
+        self._fail(rollout, "GatewayRestartedError", text, free=count <= FREE_GATEWAY_RETRIES)
+
     def _stop_overdue(self) -> None:
-        now = time.monotonic()
-        overdue = {rollout_id for rollout_id, attempt in self._running.items() if attempt.until < now}
+        if not self._overdue():
+            return
+        self._collect(0.0)  # what ended while the worker was busy is not overdue
+        overdue = self._overdue()
         if not overdue:
             return
         self._report.timed_out += len(overdue)
         self.stop()  # a thread can't be stopped, its process can
         text = f"over {self._config.timeout_s:.0f} s; the agent's process was restarted"
         self._give_back("TimeoutError", text, guilty=overdue)
+
+    def _overdue(self) -> set[str]:
+        now = time.monotonic()
+        return {rollout_id for rollout_id, attempt in self._running.items() if attempt.until < now}
 
     def _agent_died(self, text: str) -> None:
         """Give its rollouts back; only one that ran alone is known to be the reason."""
@@ -280,9 +301,15 @@ class RolloutWorker:
         config = self._config
         if not config.has_gateway:
             return
-        wait_for_engine(config.gateway_url, config.engine_wait_s)
+        self._wait_for_engine(time.monotonic())
         if config.engine_url is not None and served_version(config.engine_url) != config.policy_version:
             self._report.engine_changed = True
+
+    def _wait_for_engine(self, since: float) -> None:
+        wait_for_engine(self._config.gateway_url, self._config.engine_wait_s)
+        waited_s = time.monotonic() - since
+        for rollout_id, attempt in self._running.items():
+            self._running[rollout_id] = replace(attempt, until=attempt.until + waited_s)
 
     def _heartbeat(self, stop: threading.Event) -> None:
         while not stop.wait(LEASE_S / 3):
