@@ -135,6 +135,9 @@ def server_environment(config: EngineConfig, *, on_cpu: bool) -> dict[str, str]:
     if on_cpu:
         environment["OMP_NUM_THREADS"] = str(config.threads)
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # what the executor `uni` needs on CPU
+        # Else the first call with logprobs compiles a kernel: with a C++ compiler, which may not be there,
+        # whose include paths can't have spaces.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
     return environment
 
 
