@@ -98,6 +98,10 @@ class Store(Protocol):
         """Store summaries of calls: columns of the table `calls`; a later one replaces an earlier one."""
         ...
 
+    def put_metrics(self, run_id: str, update_index: int, metrics: Mapping[str, float]) -> None:
+        """Add numbers to a committed update, those of its publish, say; a known name is replaced."""
+        ...
+
     def commit_update(self, update: Update) -> bool:
         """Record an update and mark its rollouts consumed, in one transaction.
 

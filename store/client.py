@@ -198,6 +198,11 @@ class HubClient:
         """Published versions, in order."""
         return records_from_wire(Policy, self._call("policies", {"run_id": run_id}))
 
+    def put_metrics(self, run_id: str, update_index: int, metrics: Mapping[str, float]) -> None:
+        """Add numbers to a committed update, those of its publish, say; a known name is replaced."""
+        arguments = {"run_id": run_id, "update_index": update_index, "metrics": dict(metrics)}
+        self._call("put_metrics", arguments)
+
     def put_calls(self, rows: Sequence[Mapping[str, Any]]) -> int:
         """Store summaries of model calls: columns of the table `calls`, replaced by `call_id`."""
         return int(self._call("put_calls", {"rows": [dict(row) for row in rows]}))

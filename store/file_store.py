@@ -275,6 +275,11 @@ class FileStore:
         with self._database.snapshot() as con:
             return ledger.select_policies(con, run_id)
 
+    def put_metrics(self, run_id: str, update_index: int, metrics: Mapping[str, float]) -> None:
+        """Add numbers to a committed update, those of its publish, say; a known name is replaced."""
+        with self._database.transaction() as con:
+            ledger.put_metrics(con, run_id, update_index, metrics)
+
     def put_calls(self, rows: Sequence[Mapping[str, Any]]) -> int:
         """Store summaries of model calls: columns of the table `calls`, replaced by `call_id`."""
         with self._database.transaction() as con:

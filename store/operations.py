@@ -85,6 +85,10 @@ def _policies(store: FileStore, arguments: Arguments, role: Role) -> list[dict[s
     return [record_to_wire(policy) for policy in store.policies(**arguments)]
 
 
+def _put_metrics(store: FileStore, arguments: Arguments, role: Role) -> None:
+    store.put_metrics(**arguments)
+
+
 def _put_calls(store: FileStore, arguments: Arguments, role: Role) -> int:
     return store.put_calls(**arguments)
 
@@ -110,6 +114,7 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     "heartbeat": Operation(Role.EVALUATOR, _heartbeat),
     "last_update": Operation(Role.EVALUATOR, _last_update),
     "policies": Operation(Role.EVALUATOR, _policies),
+    "put_metrics": Operation(Role.TRAINER, _put_metrics),
     "put_calls": Operation(Role.TRAINER, _put_calls),
     "put_policy": Operation(Role.TRAINER, _put_policy),
     "put_rewards": Operation(Role.EVALUATOR, _put_rewards),

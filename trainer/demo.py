@@ -9,6 +9,7 @@ expert, the policy's shape and the training run. Nothing here knows the example.
 
 import dataclasses
 import json
+import shlex
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -379,7 +380,9 @@ def _say(result: DemoResult, options: DemoOptions, console: Console) -> None:
     console.print(f"engine-to-learner logprob gap: mean {result.gap_mean:.2g} nats", highlight=False)
     console.print(f"{result.updates} updates in {result.minutes:.1f} minutes", highlight=False)
     console.print(f"store:  {result.store}", soft_wrap=True, highlight=False)
-    console.print(f"traces: spangrad rollouts --store {result.store}", soft_wrap=True, highlight=False)
+    console.print(
+        f"traces: spangrad rollouts --store {shlex.quote(result.store)}", soft_wrap=True, highlight=False
+    )
     console.print(f"report: {result.report}", soft_wrap=True, highlight=False)
     if options.json:
         print(json.dumps(result.to_json()), flush=True)

@@ -303,9 +303,11 @@ def train(
         while run.update_index < config.run.updates:
             batch, rollouts, metrics = run.collect()
             metrics = run.learn(batch, rollouts, metrics)
-            metrics |= run.publish()
+            later = run.publish()
             if evaluate_after and config.eval.every and run.update_index % config.eval.every == 0:
-                metrics |= _evaluate_between(run, report)
+                later |= _evaluate_between(run, report)
+            run.store.put_metrics(config.run.id, run.update_index - 1, later)
+            metrics |= later
             report.history.append(metrics)
             if on_update is not None:
                 on_update(run.update_index - 1, metrics)

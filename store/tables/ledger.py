@@ -50,9 +50,29 @@ def commit_update(con: duckdb.DuckDBPyConnection, update: Update) -> bool:
     }
     insert_rows(con, UPDATES, [key | row])
     insert_rows(con, UPDATE_SAMPLES, [key | asdict(sample) for sample in update.samples])
-    metrics = [key | {"name": name, "value": float(value)} for name, value in update.metrics.items()]
-    insert_rows(con, METRICS, metrics)
+    _insert_metrics(con, update.run_id, update.update_index, update.metrics)
     return True
+
+
+def put_metrics(
+    con: duckdb.DuckDBPyConnection, run_id: str, update_index: int, metrics: Mapping[str, float]
+) -> None:
+    """Add numbers to a committed update; a name that is there is replaced."""
+    place = [run_id, update_index]
+    if not con.execute("SELECT 1 FROM updates WHERE run_id = ? AND update_index = ?", place).fetchall():
+        raise StoreError(f"there is no update {update_index} of run {run_id!r}; commit it first")
+    con.execute(
+        "DELETE FROM metrics WHERE run_id = ? AND update_index = ? AND name IN (SELECT unnest(?::VARCHAR[]))",
+        [*place, list(metrics)],
+    )
+    _insert_metrics(con, run_id, update_index, metrics)
+
+
+def _insert_metrics(
+    con: duckdb.DuckDBPyConnection, run_id: str, update_index: int, metrics: Mapping[str, float]
+) -> None:
+    key = {"run_id": run_id, "update_index": update_index}
+    insert_rows(con, METRICS, [key | {"name": name, "value": float(v)} for name, v in metrics.items()])
 
 
 def _consume(con: duckdb.DuckDBPyConnection, update: Update, label: str) -> None:

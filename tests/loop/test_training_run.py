@@ -46,6 +46,8 @@ def test_a_run_makes_its_updates_and_serves_the_last_version(ground, finished_ru
 def test_every_update_reports_a_gap_below_two_hundredths_of_a_nat(ground, finished_run):
     for update in ground.store.updates("finished"):
         assert update.metrics["gap/mean"] < 0.02
+        assert update.metrics["gap/published_mean"] < 0.02
+        assert update.metrics["gap/published_moved"] > 0
         assert update.metrics["data/staleness_mean"] == 0
 
 

@@ -70,6 +70,16 @@ def test_updates_that_contradict_the_books_are_refused_whole(
     assert store.stats()["update_samples"] == 1
 
 
+def test_metrics_of_a_publish_join_those_of_their_update(store: FileStore) -> None:
+    store.commit_update(update(0, ["r0"]))
+    before = dict(store.updates()[0].metrics)
+    store.put_metrics("run", 0, {"gap/published_mean": 1e-6, "time/publish_s": 0.5})
+    store.put_metrics("run", 0, {"time/publish_s": 0.25})
+    assert store.updates()[0].metrics == before | {"gap/published_mean": 1e-6, "time/publish_s": 0.25}
+    with pytest.raises(StoreError, match="there is no update 1 of run 'run'"):
+        store.put_metrics("run", 1, {"time/publish_s": 0.5})
+
+
 def test_runs_count_their_updates_separately(store: FileStore) -> None:
     store.commit_update(update(0, ["r0"]))
     store.commit_update(update(0, ["r1"], run_id="other"))
