@@ -18,8 +18,6 @@ class Intent:
     """One kind of question. `{money}` and `{valid}` in its SQL are words of the shop."""
 
     name: str
-    weight: float
-    """Share among the questions."""
     wordings: tuple[str, ...]
     sql: str
 
@@ -37,25 +35,21 @@ class Intent:
 INTENTS: tuple[Intent, ...] = (
     Intent(
         "orders_of_customer",
-        0.09,
         ("How many orders did {customer} place in {month}?", "Count the orders of {customer} in {month}."),
         "SELECT count(*) FROM orders WHERE customer = '{customer}' AND month = '{month}'",
     ),
     Intent(
         "orders_of_product",
-        0.09,
         ("How often was {product} ordered in {month}?", "Count the orders for {product} in {month}."),
         "SELECT count(*) FROM orders WHERE product = '{product}' AND month = '{month}'",
     ),
     Intent(
         "city_of_customer",
-        0.09,
         ("Where does {customer} live?", "Which city is {customer} from?"),
         "SELECT city FROM customers WHERE name = '{customer}'",
     ),
     Intent(
         "buyers_of_product",
-        0.11,
         (
             "How many different customers ordered {product} in {month}?",
             "Count the distinct buyers of {product} in {month}.",
@@ -64,21 +58,18 @@ INTENTS: tuple[Intent, ...] = (
     ),
     Intent(
         "spent_by_customer",
-        0.155,
         ("How much did {customer} spend in {month}?", "What did {customer} pay in {month}?"),
         "SELECT sum({money}) FROM orders WHERE customer = '{customer}' AND month = '{month}'"
         " AND status IN ('{valid}')",
     ),
     Intent(
         "revenue_of_product",
-        0.155,
         ("How much revenue did {product} make in {month}?", "What was earned with {product} in {month}?"),
         "SELECT sum({money}) FROM orders WHERE product = '{product}' AND month = '{month}'"
         " AND status IN ('{valid}')",
     ),
     Intent(
         "largest_sale",
-        0.155,
         (
             "What was the largest sale of {product} to {customer}?",
             "What did {customer} pay at most for {product}?",
@@ -88,7 +79,6 @@ INTENTS: tuple[Intent, ...] = (
     ),
     Intent(
         "sales_to_customer",
-        0.155,
         ("How many valid sales to {customer} in {month}?", "Count the sales to {customer} in {month}."),
         "SELECT count(*) FROM orders WHERE customer = '{customer}' AND month = '{month}'"
         " AND status IN ('{valid}')",

@@ -53,8 +53,8 @@ def questions(split: Split) -> dict[str, list[Question]]:
 def tasks(split: Split, n: int, seed: int = 0) -> list[dict[str, Any]]:
     """Draw n tasks; the same arguments give the same tasks, fewer of them the first ones.
 
-    `train` draws intents by their weights, again and again, but no pair of question and shop twice
-    among `DISTINCT` tasks. `eval` draws without replacement: every held-out question once, intents
+    `train` draws any question alike, again and again, but no pair of question and shop twice among
+    `DISTINCT` tasks. `eval` draws without replacement: every held-out question once, intents
     evenly mixed, before any is asked a second time, in its other wording and about another shop. No
     question is asked more than twice, no prompt more than once.
 
@@ -75,15 +75,17 @@ def tasks(split: Split, n: int, seed: int = 0) -> list[dict[str, Any]]:
 
 def _draw(rng: random.Random) -> Iterator[Drawn]:
     """Training tasks without end."""
-    by_intent, shops = questions("train"), databases("train")
-    weights = [intent.weight for intent in INTENTS]
+    every = [question for found in questions("train").values() for question in found]
+    shops = databases("train")
     recent: deque[tuple[str, str]] = deque(maxlen=DISTINCT - 1)
     while True:
-        intent = rng.choices(INTENTS, weights)[0]
-        question, database = rng.choice(by_intent[intent.name]), rng.choice(shops)
-        if (question.key, database) not in recent and _is_telling(question, database):
-            recent.append((question.key, database))
-            yield question, rng.randrange(len(intent.wordings)), database
+        question = rng.choice(every)
+        rng.shuffle(shops)
+        for database in shops:
+            if (question.key, database) not in recent and _is_telling(question, database):
+                recent.append((question.key, database))
+                yield question, rng.randrange(len(question.intent.wordings)), database
+                break
 
 
 def _draw_each(rng: random.Random) -> Iterator[Drawn]:
