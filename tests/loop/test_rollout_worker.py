@@ -142,19 +142,27 @@ def test_an_agent_that_cant_be_started_costs_no_attempt(hub, tmp_path):
     store.close()
 
 
-def test_a_rollout_whose_gateway_was_killed_under_it_is_run_again(hub, tmp_path):
+def work_while_the_gateway_is_killed(hub, tmp_path, whats, *, away_s=0.0, **settings):
+    """Run tasks, one of which kills the gateway; it comes back after `away_s`. Returns as `work` does."""
     with ThreadPoolExecutor(1) as thread, stub_engine() as engine:
         config = replace(hub.config, gateway_port=free_port(), engine_url=engine.url)
         with Stack(config) as stack:
             stack.start_gateway()
             first = stack.gateway
             assert first is not None
-            task = {"what": "kill gateway", "pid": first.pid, "marker": str(tmp_path / "marker")}
-            working = thread.submit(work, hub, tmp_path, {"a": task}, gateway=stack.gateway_url)
+            shared = {"pid": first.pid, "marker": str(tmp_path / "marker")}
+            tasks = {name: {"what": what, **shared} for name, what in whats.items()}
+            working = thread.submit(work, hub, tmp_path, tasks, gateway=stack.gateway_url, **settings)
             wait_until(lambda: not first.is_alive() or working.done())
+            back_at = time.monotonic() + away_s
             first.stop()
-            stack.start_gateway()
-            found, _, report = working.result()
+            wait_until(lambda: time.monotonic() > back_at or working.done())
+            stack.start_gateway()  # here: it dies with the thread that starts it
+            return working.result()
+
+
+def test_a_rollout_whose_gateway_was_killed_under_it_is_run_again(hub, tmp_path):
+    found, _, report = work_while_the_gateway_is_killed(hub, tmp_path, {"a": "kill gateway"})
     assert (found["a"].status, found["a"].attempt) == (RolloutStatus.SUCCEEDED, 1)
     assert found["a"].max_attempts == 3, "the lost attempt was free"
     assert report.failed_attempts == 1 and "gateway was restarted" in report.first_error
@@ -165,25 +173,8 @@ def test_a_rollout_whose_gateway_was_killed_under_it_is_run_again(hub, tmp_path)
 
 
 def test_time_without_a_gateway_counts_in_no_timeout(hub, tmp_path):
-    timeout_s = 2.5
-    with ThreadPoolExecutor(1) as thread, stub_engine() as engine:
-        config = replace(hub.config, gateway_port=free_port(), engine_url=engine.url)
-        with Stack(config) as stack:
-            stack.start_gateway()
-            first = stack.gateway
-            assert first is not None
-            tasks = {
-                "a": {"what": "kill gateway", "pid": first.pid, "marker": str(tmp_path / "marker")},
-                "b": {"what": "outlive gateway", "pid": first.pid},
-            }
-            kwargs = {"gateway": stack.gateway_url, "timeout_s": timeout_s}
-            working = thread.submit(work, hub, tmp_path, tasks, **kwargs)
-            wait_until(lambda: not first.is_alive() or working.done())
-            back_at = time.monotonic() + 2 * timeout_s
-            first.stop()
-            wait_until(lambda: time.monotonic() > back_at or working.done())
-            stack.start_gateway()
-            found, _, report = working.result()
+    whats = {"a": "kill gateway", "b": "outlive gateway"}
+    found, _, report = work_while_the_gateway_is_killed(hub, tmp_path, whats, away_s=5.0, timeout_s=2.5)
     assert report.timed_out == 0 and "gateway was restarted" in report.first_error
     for rollout in found.values():
         assert (rollout.status, rollout.attempt, rollout.max_attempts) == (RolloutStatus.SUCCEEDED, 1, 3)
