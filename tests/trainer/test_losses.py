@@ -97,6 +97,25 @@ def test_k3_agrees_with_the_exact_divergence():
     assert float((p * kl_k3(p.log(), q.log())).sum()) == pytest.approx(exact)
 
 
+def test_the_penalty_has_the_gradient_of_the_exact_divergence():
+    logits = vector(0.3, -1.2, 0.8).requires_grad_()
+    reference = vector(0.5, 0.3, 0.2).log()
+    every = torch.ones(3, dtype=torch.bool)
+    exact = (logits.softmax(-1) * (logits.log_softmax(-1) - reference)).sum()
+    (wanted,) = torch.autograd.grad(exact, logits)
+    # Each token weighs what the policy gives it: an expectation over the policy's own samples.
+    loss = kl_penalty(logits.log_softmax(-1), reference, every, logits.softmax(-1).detach(), 1.0)
+    (got,) = torch.autograd.grad(loss, logits)
+    assert torch.allclose(got, wanted, atol=1e-12)
+
+
+def test_an_outlier_pulls_no_harder_than_its_distance():
+    logprob = vector(-30.0).requires_grad_()
+    loss = kl_penalty(logprob, vector(-1.0), torch.tensor([True]), vector(1.0), 0.5)
+    torch.autograd.backward(loss)
+    assert logprob.grad is not None and float(logprob.grad) == pytest.approx(0.5 * -29.0)
+
+
 def test_entropy_is_the_sum_of_minus_p_log_p():
     p = torch.tensor([[0.7, 0.2, 0.1], [1 / 3, 1 / 3, 1 / 3]], dtype=F64)
     expected = -(p * p.log()).sum(-1)

@@ -46,7 +46,7 @@ class LearnerConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; 0 or more."""
     kl_coef: float = 0.0
-    """Weight of the k3 penalty that holds the policy to its start; 0 or more."""
+    """Weight of the k2 penalty that holds the policy to its start; 0 or more."""
     epochs_per_update: int = 1
     """Passes over the rows of one update; 1 or more."""
     minibatches_per_update: int = 1

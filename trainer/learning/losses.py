@@ -222,9 +222,14 @@ def kl_penalty(
     weights_BT: Tensor,
     coef: float,
 ) -> Tensor:
-    """Loss term that holds the policy to a reference: `coef * sum_k m_k w_k k3_k`.
+    """Loss term that holds the policy to a reference: `coef * sum_k m_k w_k k2_k`.
 
-    Source: GRPO, arXiv:2402.03300 (there beta = 0.04). The reference carries no gradient.
+        d = log pi_ref - log pi;  k2 = d^2 / 2;  dk2 / dlog pi = -d
+
+    On the policy's own samples its expected gradient is that of KL(policy, reference), which GRPO's
+    k3 (arXiv:2402.03300, beta = 0.04) does not have: dk3 / dlog pi = 1 - exp(d), whose outliers are
+    exponential, where these are linear. Near d = 0 the two agree. Source: Schulman, "Approximating KL
+    divergence", 2020. The reference carries no gradient.
 
     Args:
         policy_logprobs_BT: Under the weights being trained, nats, with gradient.
@@ -241,4 +246,4 @@ def kl_penalty(
     """
     policy_BT = _masked(policy_logprobs_BT, mask_BT)
     reference_BT = _masked(reference_logprobs_BT.detach(), mask_BT)
-    return coef * weighted_sum(kl_k3(policy_BT, reference_BT), mask_BT, weights_BT)
+    return coef * weighted_sum((reference_BT - policy_BT).square() / 2, mask_BT, weights_BT)
