@@ -68,6 +68,7 @@ REQUEST_EXTRA: Final = "spangrad.request.extra"  # JSON of request fields that g
 STREAM_COMPLETE: Final = "spangrad.stream.complete"  # False: abandoned or cancelled
 DROPPED: Final = "spangrad.dropped"  # JSON: what was dropped from this span and why
 RETRIES: Final = "spangrad.http.retries"
+ENGINE: Final = "spangrad.engine"  # address of the engine that answered, as the gateway knows it
 
 # On a rollout's root span; also the event `gen_ai.evaluation.result`
 REWARD_EVENT: Final = "gen_ai.evaluation.result"

@@ -15,13 +15,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 from opentelemetry.sdk.trace.export import SpanExporter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.routing import Route as HttpRoute
 from starlette.types import Receive, Scope, Send
@@ -30,22 +29,14 @@ from spangrad.tracer import conventions as names
 from spangrad.tracer.exporter import HubExporter, SpoolExporter
 from spangrad.tracer.gateway.call import Call, Counts, Services
 from spangrad.tracer.gateway.config import GatewayConfig
-from spangrad.tracer.gateway.http_parts import (
-    RequireAgentKey,
-    engine_failure,
-    error_response,
-    is_operator,
-    reply_headers,
-    upstream_headers,
-)
+from spangrad.tracer.gateway.engines import EnginePool
+from spangrad.tracer.gateway.http_parts import RequireAgentKey, error_response
+from spangrad.tracer.gateway.operator_routes import Operator
 from spangrad.tracer.gateway.raw_log import RawLog
+from spangrad.tracer.gateway.reads import Reads
 from spangrad.tracer.gateway.rewrite import Route, upstream_request
 from spangrad.tracer.gateway.spans import SpanRecorder
-from spangrad.tracer.gateway.versions import VersionWatch
 
-CONNECT_TIMEOUT_S = 5.0
-KEEPALIVE_S = 2.0
-"""Below the 5 s after which uvicorn, and so vLLM, closes an idle connection under a request."""
 PREFIXES = ("", "/rollout/{rollout_id}", "/rollout/{rollout_id}/{attempt:int}")
 MAX_ATTEMPT_DIGITS = 20
 """Longer texts are not even read as numbers."""
@@ -63,23 +54,10 @@ def create_app(config: GatewayConfig, *, exporter: SpanExporter | None = None) -
     Raises:
         ConfigError: Nothing could be recorded, or the raw log can't be written.
     """
-    client = httpx.AsyncClient(
-        timeout=httpx.Timeout(config.request_timeout_s, connect=CONNECT_TIMEOUT_S, pool=None),
-        limits=httpx.Limits(
-            max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
-        ),
-        trust_env=False,
-    )
     services = Services(
         instance=secrets.token_hex(8),
         config=config,
-        client=client,
-        versions=VersionWatch(
-            client,
-            config.engine_url,
-            initial_version=config.initial_version,
-            timeout_s=config.version_timeout_s,
-        ),
+        engines=EnginePool(config),
         recorder=SpanRecorder(exporter or _exporter(config)),
         counts=Counts(),
         raw_log=RawLog(config.raw_log) if config.raw_log is not None else None,
@@ -87,11 +65,16 @@ def create_app(config: GatewayConfig, *, exporter: SpanExporter | None = None) -
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        draining = asyncio.create_task(services.recorder.drain_while_waiting())
+        interval_s, timeout_s = config.health_interval_s, config.health_timeout_s
+        background = [
+            asyncio.create_task(services.recorder.drain_while_waiting()),
+            *(asyncio.create_task(e.watch(interval_s, timeout_s)) for e in services.engines.engines),
+        ]
         yield
-        draining.cancel()
+        for task in background:
+            task.cancel()
         await services.recorder.close()
-        await client.aclose()
+        await services.engines.close()
         if services.raw_log is not None:
             services.raw_log.close()
 
@@ -111,12 +94,15 @@ def _exporter(config: GatewayConfig) -> SpanExporter:
 
 
 def _routes(services: Services) -> list[BaseRoute]:
-    reads = _Reads(services)
-    operator = _Operator(services)
+    reads = Reads(services)
+    operator = Operator(services)
     routes: list[BaseRoute] = [
         HttpRoute("/spangrad/health", operator.health),
         HttpRoute("/spangrad/flush", operator.flush, methods=["POST"]),
         HttpRoute("/spangrad/refresh", operator.refresh, methods=["POST"]),
+        HttpRoute("/spangrad/engines", operator.engines),
+        HttpRoute("/spangrad/engines/drain", operator.drain, methods=["POST"]),
+        HttpRoute("/spangrad/engines/undrain", operator.undrain, methods=["POST"]),
         *(HttpRoute(path, reads.read) for path in READABLE),
     ]
     for prefix in PREFIXES:
@@ -181,96 +167,6 @@ def _attempt(text: str, where: str) -> int:
     if not is_number or int(text) > names.MAX_ATTEMPT:
         raise ValueError(f"{where} is {text[:40]!r}; expected a number from 0 to {names.MAX_ATTEMPT}")
     return int(text)
-
-
-class _Reads:
-    """GET requests that are passed on unrecorded."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def read_api(self, request: Request) -> Response:
-        """A path below /v1."""
-        return await self._get(request, f"/v1/{request.path_params['path']}")
-
-    async def read(self, request: Request) -> Response:
-        """One of `READABLE`."""
-        return await self._get(request, request.url.path)
-
-    async def _get(self, request: Request, path: str) -> Response:
-        config = self._services.config
-        if ".." in path.split("/"):
-            return error_response(404, "not_found", f"no path {path}")
-        url = httpx.URL(config.engine_url + path).copy_with(query=request.url.query.encode() or None)
-        try:
-            upstream = await self._services.client.get(url, headers=upstream_headers(request.headers, config))
-        except httpx.HTTPError as error:
-            status, message = engine_failure(error, config)
-            return error_response(status, "engine_error", message)
-        response = Response(upstream.content, upstream.status_code)
-        response.raw_headers = [*response.raw_headers, *reply_headers(upstream.headers)]
-        return response
-
-
-class _Operator:
-    """The gateway's own routes, for the trainer and for people."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def health(self, request: Request) -> Response:
-        """Whether the engine answers, and what has been recorded."""
-        services = self._services
-        try:
-            answer = await services.client.get(f"{services.config.engine_url}/health", timeout=2.0)
-            reachable = answer.is_success
-        except httpx.HTTPError:
-            reachable = False
-        latest = services.versions.latest
-        return JSONResponse(
-            {
-                "instance": services.instance,
-                "engine": {
-                    "url": services.config.engine_url,
-                    "reachable": reachable,
-                    "policy_version": latest.version if latest else None,
-                    "policy_version_problem": latest.problem if latest else None,
-                },
-                "calls": services.counts.calls,
-                "failed": services.counts.failed,
-                "spans": services.recorder.counts(),
-            }
-        )
-
-    async def flush(self, request: Request) -> Response:
-        """Answer when the spans of all calls that have ended are in the store; 503 if some still wait."""
-        config, recorder = self._services.config, self._services.recorder
-        if not is_operator(request, config):
-            return _not_an_operator()
-        if await recorder.flush(config.flush_timeout_s):
-            return JSONResponse({"instance": self._services.instance, "spans": recorder.counts()})
-        counts = recorder.counts()
-        waiting = max(1, counts["waiting"])
-        message = (
-            f"after {config.flush_timeout_s:g} s at least {waiting} spans of ended calls are not in the "
-            f"store {config.store!r}; they are kept and sent as soon as it takes them, so check that it "
-            "runs and flush again"
-        )
-        reply = {"waiting": waiting, "message": message, "spans": counts}
-        return JSONResponse({"instance": self._services.instance, **reply}, 503)
-
-    async def refresh(self, request: Request) -> Response:
-        """Forget the known policy version: weights were published."""
-        if not is_operator(request, self._services.config):
-            return _not_an_operator()
-        self._services.versions.forget()
-        return JSONResponse({})
-
-
-def _not_an_operator() -> Response:
-    return error_response(
-        403, "forbidden", "only callers on this machine or with the store's key may do this"
-    )
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:

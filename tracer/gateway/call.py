@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Send
 
 from spangrad.tracer import conventions as names
 from spangrad.tracer.gateway.config import GatewayConfig
+from spangrad.tracer.gateway.engines import CONNECT_ERRORS, Engine, EnginePool, Lease
 from spangrad.tracer.gateway.http_parts import (
     engine_failure,
     error_body,
@@ -41,7 +42,7 @@ from spangrad.tracer.gateway.rewrite import (
     strip_reply,
 )
 from spangrad.tracer.gateway.spans import SpanRecorder, traceparent
-from spangrad.tracer.gateway.versions import Observation, VersionWatch, version_of_call
+from spangrad.tracer.gateway.versions import Observation, version_of_call
 from spangrad.tracer.wire import chat
 
 logger = logging.getLogger(__name__)
@@ -65,8 +66,7 @@ class Services:
     instance: str
     """Another one after every start: spans that a gateway had not handed over died with it."""
     config: GatewayConfig
-    client: httpx.AsyncClient
-    versions: VersionWatch
+    engines: EnginePool
     recorder: SpanRecorder
     counts: Counts
     raw_log: RawLog | None
@@ -97,6 +97,7 @@ class Call:
         self._span: Span = services.recorder.start(name, headers=headers, start_ns=start_ns)
         self._reply = Reply()
         self._error: tuple[str, str] | None = None
+        self._engine: Engine | None = None
         self._before: Observation | None = None
         self._ended_at: float | None = None
         self._end_ns = start_ns
@@ -119,28 +120,45 @@ class Call:
             self._services.recorder.end_later(self._record(), self._held)
 
     async def _relay(self, send: Send) -> None:
-        services = self._services
-        config = services.config
-        self._before = await services.versions.observe(self._started_at - config.version_ttl_s)
-        request = services.client.build_request(
-            "POST",
-            f"{config.engine_url}/v1/{'chat/' if self._route is Route.CHAT else ''}completions",
-            content=self._request.content,
-            headers=upstream_headers(self._headers, config, traceparent(self._span)),
-        )
-        try:
-            response = await services.client.send(request, stream=True)
-        except httpx.HTTPError as error:
-            await self._refuse(error, send)
-            return
-        try:
-            kind = response.headers.get("content-type", "")
-            if response.is_success and kind.startswith("text/event-stream"):
-                await self._relay_stream(response, send)
-            else:
-                await self._relay_whole(response, send)
-        finally:
-            await response.aclose()
+        body = self._request.body
+        model = body.get("model") if isinstance(body, dict) else None
+        with self._services.engines.lease(model, self._origin.get(names.ROLLOUT_ID)) as lease:
+            try:
+                response = await self._open(lease)
+            except httpx.HTTPError as error:
+                await self._refuse(error, send)
+                return
+            if response is None:
+                status, kind, message = lease.failure()
+                self._error = (kind if lease.error is None else type(lease.error).__name__, message)
+                await self._answer_error(send, status, kind, message)
+                return
+            try:
+                kind = response.headers.get("content-type", "")
+                if response.is_success and kind.startswith("text/event-stream"):
+                    await self._relay_stream(response, send)
+                else:
+                    await self._relay_whole(response, send)
+            finally:
+                await response.aclose()
+
+    async def _open(self, lease: Lease) -> httpx.Response | None:
+        """Send the request to the first engine that can be connected to; None if there is none."""
+        config = self._services.config
+        while (engine := lease.next()) is not None:
+            self._engine = engine
+            self._before = await engine.versions.observe(self._started_at - config.version_ttl_s)
+            request = engine.client.build_request(
+                "POST",
+                f"{engine.url}/v1/{'chat/' if self._route is Route.CHAT else ''}completions",
+                content=self._request.content,
+                headers=upstream_headers(self._headers, config, engine.key, traceparent(self._span)),
+            )
+            try:
+                return await engine.client.send(request, stream=True)
+            except CONNECT_ERRORS as error:
+                lease.no_connection(error)
+        return None
 
     async def _relay_whole(self, response: httpx.Response, send: Send) -> None:
         try:
@@ -175,7 +193,7 @@ class Call:
                 passed = b"".join([self._pass_event(event) for event in events.feed(data)])
                 await self._send_on(send, data if self._request.is_untouched else passed)
         except httpx.HTTPError as error:
-            status, message = engine_failure(error, self._services.config)
+            status, message = self._engine_failure(error)
             self._error = (type(error).__name__, message)
             logger.warning("%s after a stream had begun", message)
             self._end()
@@ -216,11 +234,18 @@ class Call:
             await send(_body(data, more=True))
 
     async def _refuse(self, error: httpx.HTTPError, send: Send) -> None:
-        status, message = engine_failure(error, self._services.config)
+        status, message = self._engine_failure(error)
         self._error = (type(error).__name__, message)
+        await self._answer_error(send, status, "engine_error", message)
+
+    async def _answer_error(self, send: Send, status: int, kind: str, message: str) -> None:
         logger.warning("%s", message)
         headers = [(b"content-type", b"application/json")]
-        await self._answer(send, status, headers, dump(error_body(status, "engine_error", message)))
+        await self._answer(send, status, headers, dump(error_body(status, kind, message)))
+
+    def _engine_failure(self, error: httpx.HTTPError) -> tuple[int, str]:
+        assert self._engine is not None
+        return engine_failure(error, self._engine.url, self._services.config.request_timeout_s)
 
     async def _answer(self, send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         self._end()
@@ -251,8 +276,9 @@ class Call:
     async def _record(self) -> None:
         services = self._services
         version, problem = None, None
-        if self._before is not None and self._ended_at is not None and self._reply.choices:
-            after = await services.versions.observe(self._ended_at)
+        engine = self._engine
+        if engine and self._before is not None and self._ended_at is not None and self._reply.choices:
+            after = await engine.versions.observe(self._ended_at)
             version, problem = version_of_call(self._before, after)
         error = self._error or self._engine_error()
         try:
@@ -263,7 +289,9 @@ class Call:
                 names.OPERATION_NAME: self._route.value,
                 names.DROPPED: chat.dumps({"call": reason}),
             }
-        attributes |= {**self._origin, names.POLICY: services.config.policy}
+        attributes |= {**self._origin, names.POLICY: engine.policy if engine else services.config.policy}
+        if engine is not None:
+            attributes[names.ENGINE] = engine.url
         if self._request.is_stream:
             attributes[names.STREAM_COMPLETE] = self._is_complete() and error is None
         if error is not None:

@@ -4,7 +4,7 @@ Knows no HTTP and no OpenTelemetry.
 """
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -12,15 +12,50 @@ from urllib.parse import urlsplit
 
 from spangrad.errors import ConfigError
 
+_ABOVE_0 = (
+    "request_timeout_s",
+    "version_timeout_s",
+    "flush_timeout_s",
+    "drain_timeout_s",
+    "health_interval_s",
+    "health_timeout_s",
+    "shutdown_s",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One vLLM server behind a gateway."""
+
+    url: str
+    """Its address, `http://host:port`; a trailing `/` or `/v1` is cut off."""
+    key: str | None = field(default=None, repr=False)
+    """Key sent to it; None: the gateway's `engine_key`."""
+    models: Sequence[str] = ()
+    """Names of the models that it serves; none: every model that no other engine names."""
+    policy: Literal["trained", "frozen"] | None = None
+    """Whether its model is the one being trained; None: as the gateway's `policy` says."""
+
+    def __post_init__(self) -> None:
+        """Check every value and normalise the address. Raises ConfigError."""
+        object.__setattr__(self, "url", _checked_url(self.url, "gateway.engines"))
+        if isinstance(self.models, str) or "" in self.models:
+            raise ConfigError(f"engine {self.url}: models is {self.models!r}; expected a list of names")
+        object.__setattr__(self, "models", tuple(self.models))
+        if self.policy not in (None, "trained", "frozen"):
+            raise ConfigError(f"engine {self.url}: policy is {self.policy!r}; expected 'trained' or 'frozen'")
+
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """Settings of one gateway: one address for agents, one engine, one store."""
+    """Settings of one gateway: one address for agents, its engines, one store."""
 
-    engine_url: str
-    """vLLM's address, `http://host:port`; a trailing `/` or `/v1` is cut off."""
-    store: str
-    """Where spans go: a hub's URL or the path of a file store."""
+    engine_url: str | None = None
+    """vLLM's address if there is only one; the same as the first of `engines`."""
+    store: str = ""
+    """Where spans go: a hub's URL or the path of a file store. Needed."""
+    engines: Sequence[EngineConfig | str] = ()
+    """Engines, or their addresses; `engine_url` may be left out then."""
     store_key: str | None = field(default=None, repr=False)
     """Key for the hub; None if the hub asks for none or the store is a file."""
     host: str = "127.0.0.1"
@@ -47,14 +82,22 @@ class GatewayConfig:
     """Longest wait for the engine's policy version, in seconds; then it is unknown."""
     flush_timeout_s: float = 20.0
     """Longest wait of `POST /spangrad/flush` for the spans of ended calls to be in the store, in seconds."""
+    drain_timeout_s: float = 600.0
+    """Longest wait of `POST /spangrad/engines/drain` for an engine's running calls, in seconds."""
+    health_interval_s: float = 2.0
+    """Time between two health checks of an engine, in seconds."""
+    health_timeout_s: float = 5.0
+    """An engine that does not answer a health check for so long, in seconds, gets no calls."""
+    shutdown_s: float = 10.0
+    """Calls that are still running get so long, in seconds, to end when the gateway is stopped."""
     spool_dir: Path | None = None
     """Folder where spans wait while the hub is down; None: the exporter's default."""
     raw_log: Path | None = None
     """File that gets one JSON line a call with the engine's raw reply; None: no such log."""
 
     def __post_init__(self) -> None:
-        """Check every value and normalise `engine_url`. Raises ConfigError."""
-        object.__setattr__(self, "engine_url", _base_url(self.engine_url))
+        """Check every value and normalise the engines. Raises ConfigError."""
+        self._check_engines()
         if not self.store:
             raise ConfigError("gateway.store is empty; give a hub's URL or the path of a file store")
         if not 0 <= self.port <= 65535:
@@ -66,7 +109,7 @@ class GatewayConfig:
             )
         if self.agent_key == "":
             raise ConfigError("gateway.agent_key is empty; leave it out or give a key")
-        for name in ("request_timeout_s", "version_timeout_s", "flush_timeout_s"):
+        for name in _ABOVE_0:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"gateway.{name} is {getattr(self, name)!r}; expected seconds above 0")
         if not self.version_ttl_s >= 0:
@@ -77,6 +120,24 @@ class GatewayConfig:
             raise ConfigError(
                 f"gateway.logprobs_mode is {self.logprobs_mode!r}; expected 'processed' or 'raw'"
             )
+
+    @property
+    def all_engines(self) -> tuple[EngineConfig, ...]:
+        """Every engine, `engine_url` first."""
+        first = [] if self.engine_url is None else [EngineConfig(self.engine_url)]
+        rest = [EngineConfig(entry) if isinstance(entry, str) else entry for entry in self.engines]
+        return (*first, *rest)
+
+    def _check_engines(self) -> None:
+        if self.engine_url is not None:
+            object.__setattr__(self, "engine_url", _checked_url(self.engine_url, "gateway.engine_url"))
+        if isinstance(self.engines, str):
+            raise ConfigError(f"gateway.engines is {self.engines!r}; expected a list of addresses")
+        urls = [engine.url for engine in self.all_engines]
+        if not urls:
+            raise ConfigError("gateway has no engine; give engine_url or engines")
+        if (twice := next((url for url in urls if urls.count(url) > 1), None)) is not None:
+            raise ConfigError(f"gateway names the engine {twice!r} twice; name each once")
 
 
 def is_loopback(host: str) -> bool:
@@ -89,8 +150,18 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _base_url(url: str) -> str:
+def base_url(url: str) -> str:
+    """An engine's address without what clients put behind it."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _checked_url(url: str, where: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(f"gateway.engine_url is {url!r}; expected http://host:port of a vLLM server")
-    return url.rstrip("/").removesuffix("/v1")
+        raise ConfigError(f"{where} is {url!r}; expected http://host:port of a vLLM server")
+    if "@" in parts.netloc:
+        raise ConfigError(
+            f"{where} has a name or a password before {parts.hostname!r}, which spans and logs would show; "
+            "give a key as engine_key"
+        )
+    return base_url(url)

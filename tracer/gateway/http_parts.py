@@ -52,7 +52,10 @@ _NOT_SENT_BACK = frozenset(
 
 
 def upstream_headers(
-    incoming: Mapping[str, str], config: GatewayConfig, added: Mapping[str, str] | None = None
+    incoming: Mapping[str, str],
+    config: GatewayConfig,
+    engine_key: str | None,
+    added: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Headers for the engine: the client's without hop-by-hop ones and without our names and keys."""
     headers = {
@@ -61,8 +64,8 @@ def upstream_headers(
         if name not in _NOT_SENT_ON and not name.startswith("x-spangrad-")
     }
     headers["accept-encoding"] = "identity"
-    if config.engine_key is not None:
-        headers["authorization"] = f"Bearer {config.engine_key}"
+    if engine_key is not None:
+        headers["authorization"] = f"Bearer {engine_key}"
     elif config.agent_key is None and "authorization" in incoming:
         headers["authorization"] = incoming["authorization"]
     return headers | dict(added or {})
@@ -89,13 +92,11 @@ def error_event(status: int, kind: str, message: str) -> bytes:
     return b"data: " + dump(error_body(status, kind, message)) + b"\n\n"
 
 
-def engine_failure(error: httpx.HTTPError, config: GatewayConfig) -> tuple[int, str]:
-    """Status and message for an engine that could not be asked or broke off."""
-    url, name = config.engine_url, type(error).__name__
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return 502, f"no engine answers at {url} ({name}); start it or correct the gateway's engine_url"
+def engine_failure(error: httpx.HTTPError, url: str, timeout_s: float) -> tuple[int, str]:
+    """Status and message for the engine at `url` that was silent for too long or broke off."""
+    name = type(error).__name__
     if isinstance(error, httpx.TimeoutException):
-        return 504, f"the engine at {url} was silent for {config.request_timeout_s:g} s ({name})"
+        return 504, f"the engine at {url} was silent for {timeout_s:g} s ({name})"
     return 502, f"the engine at {url} broke off its reply ({name})"
 
 

@@ -20,9 +20,6 @@ from spangrad.tracer.gateway.config import GatewayConfig
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_S = 10
-"""Calls that are still running get so long to end when the gateway is stopped."""
-
 
 def serve(config: GatewayConfig) -> None:
     """Serve until SIGINT or SIGTERM; the spans of ended calls are handed over before it returns.
@@ -33,7 +30,8 @@ def serve(config: GatewayConfig) -> None:
     """
     with _listen(config) as listener:
         server = _server(config, None)
-        logger.info("gateway %s -> %s", _url(listener), config.engine_url)
+        urls = ", ".join(engine.url for engine in config.all_engines)
+        logger.info("gateway %s -> %s", _url(listener), urls)
         server.run(sockets=[listener])
 
 
@@ -65,7 +63,7 @@ def _server(config: GatewayConfig, exporter: SpanExporter | None) -> uvicorn.Ser
             access_log=False,
             ws="none",
             lifespan="on",
-            timeout_graceful_shutdown=SHUTDOWN_S,
+            timeout_graceful_shutdown=max(1, round(config.shutdown_s)),
         )
     )
 

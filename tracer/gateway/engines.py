@@ -1,0 +1,310 @@
+"""The engines behind one gateway: which of them takes a call, and how they are.
+
+    lease(model, rollout) -> the engines that serve the model
+        -> the one that has the rollout's prefix in its cache, else the least loaded one
+
+Invariants: a call is offered to another engine only after a connection that could not be
+made, so it is never sampled twice; an engine that drains or is out gets no new call, and
+loses none that it has; choosing costs no more the more calls or rollouts there are, and
+never awaits. Engines that are out are asked when no other is left: one may be back.
+
+Knows HTTP to engines. Knows no spans and nothing of what is in a call.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from spangrad.tracer.gateway.config import GatewayConfig
+from spangrad.tracer.gateway.versions import VersionWatch
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+KEEPALIVE_S = 2.0
+"""Below the 5 s after which uvicorn, and so vLLM, closes an idle connection under a request."""
+CONNECT_ERRORS = (httpx.ConnectError, httpx.ConnectTimeout)
+"""After these the engine has seen nothing of a request."""
+MAX_STICKY = 16_384
+"""Rollouts whose engine is remembered, for each set of engines; the one seen longest ago makes way."""
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One engine, and how it is."""
+
+    url: str
+    """Its address, and its name on spans."""
+    key: str | None = field(repr=False)
+    """Sent as `Authorization: Bearer KEY`."""
+    models: tuple[str, ...]
+    """Models that it serves; empty: every one that no other engine names."""
+    policy: str
+    """`trained` or `frozen`."""
+    client: httpx.AsyncClient
+    versions: VersionWatch
+    problem: str | None = None
+    """Why it is out; None while it is healthy."""
+    is_draining: bool = False
+    in_flight: int = 0
+    """Calls that it works on now."""
+    calls: int = 0
+    last_chosen: int = 0
+    """Running number of its latest call among all calls of the gateway."""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set whenever no call is in flight."""
+
+    def __post_init__(self) -> None:
+        """Begin idle."""
+        self.idle.set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it should get calls."""
+        return self.problem is None and not self.is_draining
+
+    @property
+    def state(self) -> str:
+        """What to say of it when no engine can take a call."""
+        return self.problem or ("draining" if self.is_draining else "healthy")
+
+    def out(self, problem: str) -> None:
+        """Give it no calls until it is back."""
+        if self.problem is None:
+            logger.warning("engine %s is out: %s", self.url, problem)
+        self.problem = problem
+
+    def back(self) -> None:
+        """Give it calls again."""
+        if self.problem is not None:
+            logger.info("engine %s is back", self.url)
+        self.problem = None
+
+    async def check(self, timeout_s: float) -> bool:
+        """Ask how it is, note the answer, and return whether it is healthy."""
+        headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
+        try:
+            answer = await self.client.get(f"{self.url}/health", headers=headers, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            self.out(f"GET /health failed: {type(error).__name__}")
+        else:
+            if answer.is_success:
+                self.back()
+            else:
+                self.out(f"GET /health answered {answer.status_code}")
+        return self.problem is None
+
+    async def watch(self, interval_s: float, timeout_s: float) -> None:
+        """Check it again and again; ends when it is cancelled."""
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                await self.check(timeout_s)
+            except Exception:  # boundary: it must go on whatever happened
+                logger.exception("engine %s could not be checked", self.url)
+
+
+class _Group:
+    """The engines that serve the same models, and the rollouts that stick to them."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self.engines = tuple(engines)
+        self._sticky: OrderedDict[int, Engine] = OrderedDict()
+
+    def choose(self, rollout_id: str | None, tried: Iterable[Engine]) -> Engine | None:
+        left = [engine for engine in self.engines if not engine.is_draining and engine not in tried]
+        candidates = [engine for engine in left if engine.problem is None] or left
+        if not candidates:
+            return None
+        if rollout_id is None:
+            return _least_loaded(candidates)
+        # An id may be as long as a header: two with one hash merely share an engine.
+        key = hash(rollout_id)
+        engine = self._sticky.get(key)
+        if engine not in candidates:
+            engine = _least_loaded(candidates)
+            self._sticky[key] = engine
+            if len(self._sticky) > MAX_STICKY:
+                self._sticky.popitem(last=False)
+        self._sticky.move_to_end(key)
+        return engine
+
+
+def _least_loaded(engines: Sequence[Engine]) -> Engine:
+    """The one with the fewest calls in flight; of several, the one that was chosen longest ago."""
+    return min(engines, key=lambda engine: (engine.in_flight, engine.last_chosen))
+
+
+class Lease:
+    """A call's claim on an engine; `with` gives it back."""
+
+    __slots__ = ("_group", "_pool", "_rollout_id", "_tried", "engine", "error", "model")
+
+    def __init__(
+        self, pool: "EnginePool", group: _Group | None, model: str | None, rollout_id: str | None
+    ) -> None:
+        """Nothing is claimed before `next`."""
+        self._pool = pool
+        self._group = group
+        self._rollout_id = rollout_id
+        self._tried: list[Engine] = []
+        self.model = model
+        self.engine: Engine | None = None
+        """The engine that has the call."""
+        self.error: httpx.HTTPError | None = None
+        """Why the last engine could not be connected to."""
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give the engine back."""
+        self._give_back()
+
+    def next(self) -> Engine | None:
+        """Claim an engine that was not tried yet; None if there is none."""
+        self._give_back()
+        engine = None if self._group is None else self._group.choose(self._rollout_id, self._tried)
+        if engine is not None:
+            self._tried.append(engine)
+            self._pool.count_call(engine)
+        self.engine = engine
+        return engine
+
+    def no_connection(self, error: httpx.HTTPError) -> None:
+        """The claimed engine can't be connected to: it is out at once."""
+        assert self.engine is not None
+        self.error = error
+        self.engine.out(f"no connection ({type(error).__name__})")
+
+    def failure(self) -> tuple[int, str, str]:
+        """Status, type and message of the error when `next` has no engine left."""
+        if self._group is None:
+            served = ", ".join(self._pool.model_names) or "none"
+            return 404, "model_not_found", f"no engine serves the model {self.model!r}; served are: {served}"
+        engines = self._group.engines
+        if self.error is None:
+            states = ", ".join(f"{engine.url} ({engine.state})" for engine in engines)
+            return 503, "no_engine", f"no engine takes calls: {states}; undrain one or try again later"
+        if len(engines) == 1:
+            name = type(self.error).__name__
+            advice = "start it or correct the gateway's engine_url"
+            return 502, "engine_error", f"no engine answers at {engines[0].url} ({name}); {advice}"
+        states = ", ".join(f"{engine.url} ({engine.state})" for engine in engines)
+        return 502, "engine_error", f"no engine answers: {states}; start one or correct the gateway's engines"
+
+    def _give_back(self) -> None:
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            engine.in_flight -= 1
+            if engine.in_flight == 0:
+                engine.idle.set()
+
+
+class EnginePool:
+    """All engines of a gateway."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        """Open no connection yet."""
+        self._models = config.models
+        self._chosen = 0
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(config.request_timeout_s, connect=CONNECT_TIMEOUT_S, pool=None),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
+            ),
+            trust_env=False,
+        )
+        self.engines = tuple(
+            Engine(
+                entry.url,
+                entry.key if entry.key is not None else config.engine_key,
+                tuple(entry.models),
+                entry.policy or config.policy,
+                self._client,
+                VersionWatch(
+                    self._client,
+                    entry.url,
+                    initial_version=config.initial_version,
+                    timeout_s=config.version_timeout_s,
+                ),
+            )
+            for entry in config.all_engines
+        )
+        self._groups: dict[str, _Group] = {
+            model: _Group([engine for engine in self.engines if model in engine.models])
+            for model in self.model_names
+        }
+        rest = [engine for engine in self.engines if not engine.models]
+        self._rest = _Group(rest) if rest else None
+        """What serves the models that no engine names."""
+
+    @property
+    def model_names(self) -> list[str]:
+        """Models that engines name, in order."""
+        return list(dict.fromkeys(model for engine in self.engines for model in engine.models))
+
+    def lease(self, model: Any, rollout_id: str | None) -> Lease:
+        """A claim for one call.
+
+        Args:
+            model: What the client asks for as a model; anything but a string counts as none.
+            rollout_id: Whose call it is; None: nobody's, so any engine is as good.
+        """
+        name = model if isinstance(model, str) else None
+        served = (
+            self._models.get("*") if name is None else self._models.get(name, self._models.get("*", name))
+        )
+        group = self._rest if served is None else self._groups.get(served, self._rest)
+        if group is None and served is None and len(self._groups) == 1:
+            (group,) = self._groups.values()
+        return Lease(self, group, name, rollout_id)
+
+    def _served_name(self, name: str) -> str:
+        return self._models.get(name, self._models.get("*", name))
+
+    def count_call(self, engine: Engine) -> None:
+        """Note that `engine` has one call more."""
+        self._chosen += 1
+        engine.last_chosen = self._chosen
+        engine.calls += 1
+        engine.in_flight += 1
+        engine.idle.clear()
+
+    def find(self, url: str) -> Engine | None:
+        """The engine at an address."""
+        return next((engine for engine in self.engines if engine.url == url), None)
+
+    def healthy_first(self) -> list[Engine]:
+        """Engines in the order in which to try them for what any can answer."""
+        return sorted(self.engines, key=lambda engine: (not engine.is_open, engine.is_draining))
+
+    def forget_versions(self) -> None:
+        """Trust no policy version that was asked before now."""
+        for engine in self.engines:
+            engine.versions.forget()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+
+async def drained(engine: Engine, timeout_s: float) -> bool:
+    """Wait until an engine works on nothing; False if it still does after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while engine.in_flight:
+        try:
+            await asyncio.wait_for(engine.idle.wait(), deadline - time.monotonic())
+        except TimeoutError:
+            return False
+    return True

@@ -1,0 +1,141 @@
+"""The gateway's own routes, for the trainer and for people: how it is, flush, refresh, drain.
+
+Invariants: whatever changes something is refused to callers that are neither on this machine
+nor hold the store's key; nothing here is passed on to an engine.
+"""
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from spangrad.tracer.gateway.call import Services
+from spangrad.tracer.gateway.config import base_url
+from spangrad.tracer.gateway.engines import Engine, drained
+from spangrad.tracer.gateway.http_parts import error_response, is_operator
+from spangrad.tracer.gateway.raw_log import parse_json
+
+
+class Operator:
+    """Handlers of the routes below `/spangrad/`."""
+
+    def __init__(self, services: Services) -> None:
+        """Serve one gateway."""
+        self._services = services
+
+    async def health(self, request: Request) -> Response:
+        """Whether engines answer, asked now, and what has been recorded."""
+        services = self._services
+        engines = services.engines.engines
+        timeout_s = services.config.health_timeout_s
+        await asyncio.gather(*(engine.check(timeout_s) for engine in engines))
+        # Rollout workers wait for `engine.reachable`: it speaks for all engines.
+        shown = next((engine for engine in engines if engine.problem is None), engines[0])
+        return JSONResponse(
+            {
+                "instance": services.instance,
+                "engine": {
+                    "url": shown.url,
+                    "reachable": shown.problem is None,
+                    **_policy_version(shown),
+                },
+                "engines": [_described(engine) for engine in engines],
+                "calls": services.counts.calls,
+                "failed": services.counts.failed,
+                "spans": services.recorder.counts(),
+            }
+        )
+
+    async def engines(self, request: Request) -> Response:
+        """Every engine as it is known to be, without asking it."""
+        return JSONResponse({"engines": [_described(engine) for engine in self._services.engines.engines]})
+
+    async def drain(self, request: Request) -> Response:
+        """Give an engine no new calls, and answer when it works on none; 503 if it still does."""
+        engine = await self._named_engine(request)
+        if isinstance(engine, Response):
+            return engine
+        engine.is_draining = True
+        timeout_s = self._services.config.drain_timeout_s
+        if await drained(engine, timeout_s):
+            return JSONResponse({"engine": _described(engine)})
+        message = (
+            f"after {timeout_s:g} s {engine.url} still works on {engine.in_flight} calls; "
+            "it gets no new ones, so ask again"
+        )
+        return JSONResponse({"engine": _described(engine), "message": message}, 503)
+
+    async def undrain(self, request: Request) -> Response:
+        """Give an engine calls again."""
+        engine = await self._named_engine(request)
+        if isinstance(engine, Response):
+            return engine
+        engine.is_draining = False
+        return JSONResponse({"engine": _described(engine)})
+
+    async def flush(self, request: Request) -> Response:
+        """Answer when the spans of all calls that have ended are in the store; 503 if some still wait."""
+        config, recorder = self._services.config, self._services.recorder
+        if not is_operator(request, config):
+            return _not_an_operator()
+        if await recorder.flush(config.flush_timeout_s):
+            return JSONResponse({"instance": self._services.instance, "spans": recorder.counts()})
+        counts = recorder.counts()
+        waiting = max(1, counts["waiting"])
+        message = (
+            f"after {config.flush_timeout_s:g} s at least {waiting} spans of ended calls are not in the "
+            f"store {config.store!r}; they are kept and sent as soon as it takes them, so check that it "
+            "runs and flush again"
+        )
+        reply = {"waiting": waiting, "message": message, "spans": counts}
+        return JSONResponse({"instance": self._services.instance, **reply}, 503)
+
+    async def refresh(self, request: Request) -> Response:
+        """Forget the known policy versions: weights were published."""
+        if not is_operator(request, self._services.config):
+            return _not_an_operator()
+        self._services.engines.forget_versions()
+        return JSONResponse({})
+
+    async def _named_engine(self, request: Request) -> Engine | Response:
+        """The engine in the request's body, or the refusal."""
+        if not is_operator(request, self._services.config):
+            return _not_an_operator()
+        body = parse_json(await request.body())
+        name = body.get("engine") if isinstance(body, dict) else None
+        if not isinstance(name, str):
+            return error_response(400, "invalid_request", 'the body names no engine; send {"engine": URL}')
+        engine = self._services.engines.find(base_url(name))
+        if engine is None:
+            known = ", ".join(engine.url for engine in self._services.engines.engines)
+            return error_response(404, "not_found", f"no engine {name!r}; there are: {known}")
+        return engine
+
+
+def _described(engine: Engine) -> dict[str, Any]:
+    return {
+        "url": engine.url,
+        "healthy": engine.problem is None,
+        "problem": engine.problem,
+        "draining": engine.is_draining,
+        "in_flight": engine.in_flight,
+        "calls": engine.calls,
+        "models": list(engine.models),
+        "policy": engine.policy,
+        **_policy_version(engine),
+    }
+
+
+def _policy_version(engine: Engine) -> dict[str, Any]:
+    latest = engine.versions.latest
+    return {
+        "policy_version": latest.version if latest else None,
+        "policy_version_problem": latest.problem if latest else None,
+    }
+
+
+def _not_an_operator() -> Response:
+    return error_response(
+        403, "forbidden", "only callers on this machine or with the store's key may do this"
+    )

@@ -1,0 +1,83 @@
+"""GET requests that are passed on unrecorded, to any engine that can be connected to.
+
+Knows HTTP. Knows no spans and no calls.
+"""
+
+import asyncio
+from typing import Any
+
+import httpx
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from spangrad.tracer.gateway.call import Services
+from spangrad.tracer.gateway.engines import CONNECT_ERRORS, Engine
+from spangrad.tracer.gateway.http_parts import engine_failure, error_response, reply_headers, upstream_headers
+from spangrad.tracer.gateway.raw_log import parse_json
+
+
+class Reads:
+    """Handlers of what agents may read."""
+
+    def __init__(self, services: Services) -> None:
+        """Serve one gateway."""
+        self._services = services
+
+    async def read_api(self, request: Request) -> Response:
+        """A path below /v1."""
+        path = request.path_params["path"]
+        if path == "models" and self._services.engines.model_names:
+            return await self._all_models(request)
+        return await self._get(request, f"/v1/{path}")
+
+    async def read(self, request: Request) -> Response:
+        """One of the other paths that agents may read."""
+        return await self._get(request, request.url.path)
+
+    async def _get(self, request: Request, path: str) -> Response:
+        if ".." in path.split("/"):
+            return error_response(404, "not_found", f"no path {path}")
+        failures: list[str] = []
+        for engine in self._services.engines.healthy_first():
+            try:
+                upstream = await self._ask(engine, request, path)
+            except CONNECT_ERRORS as error:
+                failures.append(f"{engine.url} ({type(error).__name__})")
+                engine.out(f"no connection ({type(error).__name__})")
+            except httpx.HTTPError as error:
+                timeout_s = self._services.config.request_timeout_s
+                status, message = engine_failure(error, engine.url, timeout_s)
+                return error_response(status, "engine_error", message)
+            else:
+                response = Response(upstream.content, upstream.status_code)
+                response.raw_headers = [*response.raw_headers, *reply_headers(upstream.headers)]
+                return response
+        return error_response(502, "engine_error", f"no engine answers: {', '.join(failures)}")
+
+    async def _all_models(self, request: Request) -> Response:
+        """One list of what engines serve that serve different models."""
+        engines = self._services.engines.engines
+        lists = await asyncio.gather(*(self._models_of(engine, request) for engine in engines))
+        models: dict[str, Any] = {}
+        for listed in lists:
+            for entry in listed:
+                models.setdefault(entry["id"], entry)
+        return JSONResponse({"object": "list", "data": list(models.values())})
+
+    async def _models_of(self, engine: Engine, request: Request) -> list[dict[str, Any]]:
+        """What an engine says that it serves; of an engine with names, only those."""
+        named = [{"id": name, "object": "model"} for name in engine.models]
+        try:
+            said = parse_json((await self._ask(engine, request, "/v1/models")).content)
+        except httpx.HTTPError:
+            return named
+        entries = said.get("data") if isinstance(said, dict) else None
+        if not isinstance(entries, list):
+            return named
+        told = [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+        return [entry for entry in told if not named or entry["id"] in engine.models] + named
+
+    async def _ask(self, engine: Engine, request: Request, path: str) -> httpx.Response:
+        url = httpx.URL(engine.url + path).copy_with(query=request.url.query.encode() or None)
+        headers = upstream_headers(request.headers, self._services.config, engine.key)
+        return await engine.client.get(url, headers=headers)
