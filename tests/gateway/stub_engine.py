@@ -41,6 +41,8 @@ class StubEngine:
     url: str = ""
     version: Any = "3"
     weight_info_status: int = 200
+    health_status: int = 200
+    served: str = "stub"
     release: threading.Event = field(default_factory=threading.Event)
     tell_version: threading.Event = field(default_factory=threading.Event)
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -70,10 +72,10 @@ class StubEngine:
         )
 
     async def health(self, request: Request) -> Response:
-        return Response()
+        return Response(status_code=self.health_status)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": "stub", "object": "model"}]})
+        return JSONResponse({"object": "list", "data": [{"id": self.served, "object": "model"}]})
 
     async def weight_info(self, request: Request) -> Response:
         self.asked_versions += 1
@@ -292,10 +294,10 @@ def chat_reply(body: dict[str, Any], text: str, tokens: list[Token], prompt: lis
 
 
 @contextmanager
-def stub_engine() -> Iterator[StubEngine]:
-    """Serve a stub in a thread."""
+def stub_engine(port: int = 0) -> Iterator[StubEngine]:
+    """Serve a stub in a thread; 0 picks a free port."""
     engine = StubEngine()
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", port))
     engine.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = _server(engine)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

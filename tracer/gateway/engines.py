@@ -118,6 +118,10 @@ class _Group:
         self.engines = tuple(engines)
         self._sticky: OrderedDict[int, Engine] = OrderedDict()
 
+    @property
+    def remembered(self) -> int:
+        return len(self._sticky)
+
     def choose(self, rollout_id: str | None, tried: Iterable[Engine]) -> Engine | None:
         left = [engine for engine in self.engines if not engine.is_draining and engine not in tried]
         candidates = [engine for engine in left if engine.problem is None] or left
@@ -272,6 +276,11 @@ class EnginePool:
 
     def _served_name(self, name: str) -> str:
         return self._models.get(name, self._models.get("*", name))
+
+    def remembered_rollouts(self) -> int:
+        """How many rollouts stick to an engine."""
+        groups = [*self._groups.values(), *([] if self._rest is None else [self._rest])]
+        return sum(group.remembered for group in groups)
 
     def count_call(self, engine: Engine) -> None:
         """Note that `engine` has one call more."""
