@@ -31,6 +31,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tests.gateway.stub_text_routes import TextRoutes
+
 END_OF_TURN = 2
 
 
@@ -68,6 +70,7 @@ class StubEngine:
                 Route("/health", self.health),
                 Route("/weight_info", self.weight_info),
                 Route("/pause", self.health, methods=["POST"]),
+                *TextRoutes(self).routes(),
             ]
         )
 
@@ -100,7 +103,7 @@ class StubEngine:
                 self._watched(self._chunks(body, text, tokens, prompt)), media_type="text/event-stream"
             )
         if "HOLD" in text:
-            await self._hold(request)
+            await self.hold(request)
         reply = chat_reply(body, text, tokens, prompt)
         return JSONResponse(reply | {"choices": [None]} if "ODD" in text else reply)
 
@@ -136,7 +139,7 @@ class StubEngine:
         self.headers.append(dict(request.headers))
         return body
 
-    async def _hold(self, request: Request) -> None:
+    async def hold(self, request: Request) -> None:
         waiting = asyncio.ensure_future(self.released())
         while not waiting.done():
             if await request.is_disconnected():

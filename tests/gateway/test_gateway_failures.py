@@ -85,8 +85,9 @@ def test_a_stream_that_breaks_off_does_not_look_whole(gateway: Setup) -> None:
 
 
 def test_an_engine_killed_in_mid_stream_fails_the_call_and_nothing_else() -> None:
-    script = str(Path(stub_engine.__file__))
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as process:
+    root = Path(stub_engine.__file__).parents[2]
+    command = [sys.executable, "-m", "tests.gateway.stub_engine"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
         assert process.stdout is not None
         engine = StubEngine(url=f"http://127.0.0.1:{process.stdout.readline().strip()}")
         wait_until(lambda: _answers(engine.url))
@@ -180,7 +181,7 @@ def test_a_request_that_cannot_be_read_makes_a_span_that_says_so(gateway: Setup)
     odd = {"model": "stub", "messages": [{"role": "user", "content": "a"}], "stop": 5}
     assert httpx.post(f"{gateway.url}/v1/chat/completions", json=odd).is_success
     attributes = gateway.attributes()
-    assert "can't be read" in dropped(attributes)["call"]
+    assert "can't be read" in dropped(attributes)["request"]
     assert attributes[names.POLICY] == "trained"
 
 

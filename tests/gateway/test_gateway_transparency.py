@@ -101,7 +101,7 @@ def test_agents_cannot_reach_the_engines_control_plane(gateway: Setup) -> None:
     for method, path in (
         ("POST", "/pause"),
         ("POST", "/v1/load_lora_adapter"),
-        ("POST", "/v1/responses"),
+        ("POST", "/v1/audio/speech"),
         ("GET", "/weight_info"),
         ("GET", "/v1/%2e%2e/weight_info"),
     ):

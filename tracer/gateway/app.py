@@ -34,7 +34,7 @@ from spangrad.tracer.gateway.http_parts import RequireAgentKey, error_response
 from spangrad.tracer.gateway.operator_routes import Operator
 from spangrad.tracer.gateway.raw_log import RawLog
 from spangrad.tracer.gateway.reads import Reads
-from spangrad.tracer.gateway.rewrite import Route, upstream_request
+from spangrad.tracer.gateway.routes import PASSED_ON, ROUTES, RecordedRoute
 from spangrad.tracer.gateway.spans import SpanRecorder
 
 PREFIXES = ("", "/rollout/{rollout_id}", "/rollout/{rollout_id}/{attempt:int}")
@@ -106,19 +106,18 @@ def _routes(services: Services) -> list[BaseRoute]:
         *(HttpRoute(path, reads.read) for path in READABLE),
     ]
     for prefix in PREFIXES:
-        chat, completion = _Calls(services, Route.CHAT), _Calls(services, Route.COMPLETION)
         routes += [
-            HttpRoute(f"{prefix}/v1/chat/completions", chat, methods=["POST"]),
-            HttpRoute(f"{prefix}/v1/completions", completion, methods=["POST"]),
-            HttpRoute(f"{prefix}/v1/{{path:path}}", reads.read_api),
+            HttpRoute(prefix + route.path, _Calls(services, route), methods=["POST"]) for route in ROUTES
         ]
+        routes += [HttpRoute(prefix + path, reads.pass_on, methods=["POST"]) for path in PASSED_ON]
+        routes.append(HttpRoute(f"{prefix}/v1/{{path:path}}", reads.read_api))
     return routes
 
 
 class _Calls:
     """One recorded route."""
 
-    def __init__(self, services: Services, route: Route) -> None:
+    def __init__(self, services: Services, route: RecordedRoute) -> None:
         self._services = services
         self._route = route
 
@@ -128,7 +127,8 @@ class _Calls:
         try:
             origin = _origin(request)
         except ValueError as error:
-            await error_response(400, "invalid_header", str(error))(scope, receive, send)
+            refusal = error_response(400, "invalid_header", str(error), path=self._route.path)
+            await refusal(scope, receive, send)
             return
         try:
             raw = await request.body()
@@ -137,7 +137,7 @@ class _Calls:
         call = Call(
             self._services,
             self._route,
-            upstream_request(raw, self._route, self._services.config.models),
+            self._route.upstream(raw, self._services.config.models),
             headers=request.headers,
             origin=origin,
             start_ns=start_ns,
@@ -171,8 +171,9 @@ def _attempt(text: str, where: str) -> int:
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
+    recorded = ", ".join(route.path for route in ROUTES)
     message = (
-        f"the gateway does not pass on {request.method} {request.url.path}; it records "
-        "POST /v1/chat/completions and POST /v1/completions and passes on GET /v1/..."
+        f"the gateway does not pass on {request.method} {request.url.path}; it records POST {recorded} "
+        "and passes on GET /v1/..."
     )
     return error_response(status, "not_found", message)

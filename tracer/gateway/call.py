@@ -8,9 +8,10 @@ stream that broke off never ends as if it were whole; every call makes one span.
 """
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,27 +29,15 @@ from spangrad.tracer.gateway.http_parts import (
     reply_headers,
     upstream_headers,
 )
-from spangrad.tracer.gateway.raw_log import RawLog, parse_json
-from spangrad.tracer.gateway.record import choice_count, reply_attributes, request_attributes
-from spangrad.tracer.gateway.reply import Reply
-from spangrad.tracer.gateway.rewrite import (
-    EventSplitter,
-    Route,
-    UpstreamRequest,
-    dump,
-    event_data,
-    is_left_over,
-    is_reply,
-    strip_reply,
-)
+from spangrad.tracer.gateway.raw_log import RawLog
+from spangrad.tracer.gateway.readers import Facts, Problem, refusal
+from spangrad.tracer.gateway.rewrite import UpstreamRequest, dump
+from spangrad.tracer.gateway.routes import RecordedRoute
 from spangrad.tracer.gateway.spans import SpanRecorder, traceparent
 from spangrad.tracer.gateway.versions import Observation, version_of_call
 from spangrad.tracer.wire import chat
 
 logger = logging.getLogger(__name__)
-
-UNFINISHED_REASONS = ("abort", "error")
-"""vLLM's finish reasons of a choice that the engine gave up."""
 
 
 @dataclass(slots=True)
@@ -78,7 +67,7 @@ class Call:
     def __init__(
         self,
         services: Services,
-        route: Route,
+        route: RecordedRoute,
         request: UpstreamRequest,
         *,
         headers: Mapping[str, str],
@@ -93,22 +82,21 @@ class Call:
         self._origin = origin
         self._started_at = time.monotonic()
         model = request.body.get("model") if isinstance(request.body, dict) else None
-        name = f"{route.value} {model}" if isinstance(model, str) else route.value
+        name = f"{route.operation} {model}" if isinstance(model, str) else route.operation
         self._span: Span = services.recorder.start(name, headers=headers, start_ns=start_ns)
-        self._reply = Reply()
-        self._error: tuple[str, str] | None = None
+        self._reader = route.reader(request, services.raw_log is not None)
+        self._error: Problem | None = None
         self._engine: Engine | None = None
         self._before: Observation | None = None
         self._ended_at: float | None = None
         self._end_ns = start_ns
         self._held: asyncio.Future[None] | None = None
-        self._raw: list[bytes] = []
         services.counts.calls += 1
 
     async def run(self, receive: Receive, send: Send) -> None:
         """Relay the call and leave its span to a background task, whatever happens."""
         try:
-            if not await _unless_gone(self._relay(send), receive) and not self._is_complete():
+            if not await _unless_gone(self._relay(send), receive) and not self._reader.is_complete():
                 message = "the client went away before the reply was complete"
                 self._error = ("client_disconnected", message)
         except BaseException as error:
@@ -147,10 +135,11 @@ class Call:
         config = self._services.config
         while (engine := lease.next()) is not None:
             self._engine = engine
-            self._before = await engine.versions.observe(self._started_at - config.version_ttl_s)
+            if self._reader.has_tokens:
+                self._before = await engine.versions.observe(self._started_at - config.version_ttl_s)
             request = engine.client.build_request(
                 "POST",
-                f"{engine.url}/v1/{'chat/' if self._route is Route.CHAT else ''}completions",
+                engine.url + self._route.path,
                 content=self._request.content,
                 headers=upstream_headers(self._headers, config, engine.key, traceparent(self._span)),
             )
@@ -166,17 +155,9 @@ class Call:
         except httpx.HTTPError as error:
             await self._refuse(error, send)
             return
-        self._keep(content)
-        data = parse_json(content)
-        body = content
-        if isinstance(data, dict):
-            self._take(data)
-            body = self._stripped(data, content)
+        body = self._reader.take_whole(content, is_success=response.is_success)
         if not response.is_success:
-            told = (self._reply.error or {}).get("message") or content[:500].decode(errors="replace")
-            self._error = (str(response.status_code), str(told))
-        elif not self._reply.choices:
-            self._error = ("invalid_reply", "the engine's reply has no choices")
+            self._error = (str(response.status_code), refusal(content))
         await self._answer(send, response.status_code, reply_headers(response.headers), body)
 
     async def _relay_stream(self, response: httpx.Response, send: Send) -> None:
@@ -187,11 +168,13 @@ class Call:
                 "headers": reply_headers(response.headers),
             }
         )
-        events = EventSplitter()
         try:
             async for data in response.aiter_bytes():
-                passed = b"".join([self._pass_event(event) for event in events.feed(data)])
-                await self._send_on(send, data if self._request.is_untouched else passed)
+                passed = self._reader.take(data)
+                if self._reader.is_complete():
+                    self._end()
+                if passed:
+                    await send(_body(passed, more=True))
         except httpx.HTTPError as error:
             status, message = self._engine_failure(error)
             self._error = (type(error).__name__, message)
@@ -199,39 +182,12 @@ class Call:
             self._end()
             # No last body message: the server then cuts the connection, so that no client takes
             # what came for the whole.
-            await send(_body(error_event(status, "engine_error", message), more=True))
+            event = error_event(status, "engine_error", message, path=self._route.path)
+            await send(_body(event, more=True))
             return
-        rest = events.rest()
-        passed = self._pass_event(rest) if rest else b""
+        rest = self._reader.take_rest()
         self._end()
-        await send(_body(b"" if self._request.is_untouched else passed, more=False))
-
-    def _pass_event(self, event: bytes) -> bytes:
-        """Take in one event; returns what of it the client asked for."""
-        data = event_data(event)
-        if not data or data == b"[DONE]":
-            return event
-        self._keep(data)
-        chunk = parse_json(data)
-        if not isinstance(chunk, dict):
-            return event
-        self._take(chunk)
-        stripped = self._stripped(chunk, data)
-        if self._route is Route.CHAT and is_left_over(chunk, self._request):
-            return b""
-        return event if stripped is data else b"data: " + stripped + b"\n\n"
-
-    def _stripped(self, data: dict[str, Any], raw: bytes) -> bytes:
-        """`data` without what the client did not ask for, as JSON; `raw` itself if it may pass as it is."""
-        if self._request.is_untouched or not is_reply(data):
-            return raw
-        return dump(strip_reply(data, self._request))
-
-    async def _send_on(self, send: Send, data: bytes) -> None:
-        if self._is_complete():
-            self._end()
-        if data:
-            await send(_body(data, more=True))
+        await send(_body(rest, more=False))
 
     async def _refuse(self, error: httpx.HTTPError, send: Send) -> None:
         status, message = self._engine_failure(error)
@@ -241,7 +197,8 @@ class Call:
     async def _answer_error(self, send: Send, status: int, kind: str, message: str) -> None:
         logger.warning("%s", message)
         headers = [(b"content-type", b"application/json")]
-        await self._answer(send, status, headers, dump(error_body(status, kind, message)))
+        body = error_body(status, kind, message, path=self._route.path)
+        await self._answer(send, status, headers, dump(body))
 
     def _engine_failure(self, error: httpx.HTTPError) -> tuple[int, str]:
         assert self._engine is not None
@@ -252,19 +209,6 @@ class Call:
         headers = [*headers, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send(_body(body, more=False))
-
-    def _take(self, data: Mapping[str, Any]) -> None:
-        try:
-            self._reply.add(data)
-        except (TypeError, AttributeError, ValueError, KeyError) as error:
-            self._error = ("invalid_reply", f"the engine's reply can't be read: {error!r}")
-
-    def _keep(self, raw: bytes) -> None:
-        if self._services.raw_log is not None:
-            self._raw.append(raw)
-
-    def _is_complete(self) -> bool:
-        return self._reply.is_complete(choice_count(self._request.body))
 
     def _end(self) -> None:
         """Note the end once, before the client can know of it: a flush from then on waits for the span."""
@@ -277,55 +221,47 @@ class Call:
         services = self._services
         version, problem = None, None
         engine = self._engine
-        if engine and self._before is not None and self._ended_at is not None and self._reply.choices:
-            after = await engine.versions.observe(self._ended_at)
-            version, problem = version_of_call(self._before, after)
-        error = self._error or self._engine_error()
-        try:
-            attributes = self._content(version, problem)
-        except Exception as unreadable:  # foreign data: whatever it is, the span must come out
-            reason = f"the call can't be read: {type(unreadable).__name__}: {unreadable}"
-            attributes = {
-                names.OPERATION_NAME: self._route.value,
-                names.DROPPED: chat.dumps({"call": reason}),
-            }
+        before, ended_at = self._before, self._ended_at
+        if engine and before is not None and ended_at is not None and self._reader.needs_version():
+            after = await engine.versions.observe(ended_at)
+            version, problem = version_of_call(before, after)
+        error = self._error or self._reader.problem()
+        attributes = self._content(Facts(version, problem, services.config.logprobs_mode))
         attributes |= {**self._origin, names.POLICY: engine.policy if engine else services.config.policy}
         if engine is not None:
             attributes[names.ENGINE] = engine.url
         if self._request.is_stream:
-            attributes[names.STREAM_COMPLETE] = self._is_complete() and error is None
+            attributes[names.STREAM_COMPLETE] = self._reader.is_complete() and error is None
         if error is not None:
             attributes[names.ERROR_TYPE] = error[0]
             services.counts.failed += 1
         services.recorder.end(self._span, attributes, end_ns=self._end_ns, error=error)
         if services.raw_log is not None:
             services.raw_log.write(
-                self._span, self._origin, self._request.content, self._raw, is_stream=self._request.is_stream
+                self._span,
+                self._origin,
+                self._request.content,
+                self._reader.raw(),
+                is_stream=self._request.is_stream,
             )
 
-    def _content(self, version: int | None, problem: str | None) -> dict[str, Any]:
-        return {
-            **request_attributes(self._request.body, self._route),
-            **reply_attributes(
-                self._reply,
-                self._request.body,
-                version=version,
-                version_problem=problem,
-                logprobs_mode=self._services.config.logprobs_mode,
-            ),
+    def _content(self, facts: Facts) -> dict[str, Any]:
+        attributes: dict[str, Any] = {names.OPERATION_NAME: self._route.operation}
+        dropped: dict[str, str] = {}
+        parts: dict[str, Callable[[], Mapping[str, Any]]] = {
+            "request": lambda: self._route.request(self._request.body),
+            "response": lambda: self._reader.attributes(facts),
         }
-
-    def _engine_error(self) -> tuple[str, str] | None:
-        reply = self._reply
-        if reply.error is not None:
-            return str(reply.error.get("type") or "engine_error"), str(reply.error.get("message"))
-        reasons = [choice.finish_reason for choice in reply.choices.values()]
-        given_up = next((reason for reason in reasons if reason in UNFINISHED_REASONS), None)
-        if given_up is not None:
-            return given_up, "the engine gave up the call"
-        if not self._is_complete():
-            return "incomplete_reply", "the engine's reply ended without a finish reason"
-        return None
+        for what, read in parts.items():
+            try:
+                part = dict(read())
+                dropped |= json.loads(part.pop(names.DROPPED, "{}"))
+                attributes |= part
+            except Exception as error:  # foreign data: whatever it is, the span must come out
+                dropped[what] = f"can't be read: {type(error).__name__}: {error}"
+        if dropped:
+            attributes[names.DROPPED] = chat.dumps(dropped)
+        return attributes
 
 
 async def _unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> bool:

@@ -1,6 +1,6 @@
 """HTTP odds and ends: which headers pass, what an error looks like, who may do what.
 
-Knows HTTP and OpenAI's error JSON. Knows no spans.
+Knows HTTP, and OpenAI's and Anthropic's error JSON. Knows no spans.
 """
 
 import hmac
@@ -17,6 +17,14 @@ from spangrad.tracer.gateway.rewrite import dump
 
 OPERATOR_PATHS = "/spangrad/"
 """Paths below it are the gateway's own."""
+ANTHROPIC_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    504: "timeout_error",
+}
+"""Status -> the type that Anthropic's clients know; any other is `api_error`."""
 _NOT_SENT_ON = frozenset(
     {
         "accept-encoding",
@@ -63,6 +71,8 @@ def upstream_headers(
         for name, value in incoming.items()
         if name not in _NOT_SENT_ON and not name.startswith("x-spangrad-")
     }
+    if engine_key is not None or config.agent_key is not None:
+        headers.pop("x-api-key", None)  # where Anthropic's clients put the agent's key
     headers["accept-encoding"] = "identity"
     if engine_key is not None:
         headers["authorization"] = f"Bearer {engine_key}"
@@ -77,19 +87,34 @@ def reply_headers(upstream: httpx.Headers) -> list[tuple[bytes, bytes]]:
     return [(name.lower(), value) for name, value in raw if name.lower().decode() not in _NOT_SENT_BACK]
 
 
-def error_body(status: int, kind: str, message: str) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+def error_body(status: int, kind: str, message: str, *, path: str = "") -> dict[str, Any]:
+    """An error as the clients of `path` read it: Anthropic's below /v1/messages, else OpenAI's."""
+    if is_anthropic(path):
+        error = {"type": ANTHROPIC_ERRORS.get(status, "api_error"), "message": message}
+        return {"type": "error", "error": error}
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-def error_response(status: int, kind: str, message: str) -> JSONResponse:
+def error_response(status: int, kind: str, message: str, *, path: str = "") -> JSONResponse:
     """A whole response with such an error."""
-    return JSONResponse(error_body(status, kind, message), status)
+    return JSONResponse(error_body(status, kind, message, path=path), status)
 
 
-def error_event(status: int, kind: str, message: str) -> bytes:
+def error_event(status: int, kind: str, message: str, *, path: str = "") -> bytes:
     """The same as the last event of a stream that broke off."""
-    return b"data: " + dump(error_body(status, kind, message)) + b"\n\n"
+    body = error_body(status, kind, message, path=path)
+    if is_anthropic(path):
+        return b"event: error\ndata: " + dump(body) + b"\n\n"
+    if path.endswith("/v1/responses"):
+        # OpenAI's clients give an event of type "error" to the agent, and raise on a key "error".
+        typed = {"type": "error", "code": str(status), "message": message, "param": None}
+        return b"event: error\ndata: " + dump(typed | body) + b"\n\n"
+    return b"data: " + dump(body) + b"\n\n"
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether the clients of `path` are Anthropic's."""
+    return path.endswith(("/v1/messages", "/v1/messages/count_tokens"))
 
 
 def engine_failure(error: httpx.HTTPError, url: str, timeout_s: float) -> tuple[int, str]:
@@ -101,9 +126,11 @@ def engine_failure(error: httpx.HTTPError, url: str, timeout_s: float) -> tuple[
 
 
 def bearer_matches(request: Request, key: str) -> bool:
-    """Whether a request carries `Authorization: Bearer KEY`."""
+    """Whether a request carries `Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`."""
     scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(sent.strip().encode(), key.encode())
+    if scheme.lower() != "bearer":
+        sent = request.headers.get("x-api-key", "")
+    return hmac.compare_digest(sent.strip().encode(), key.encode())
 
 
 def is_operator(request: Request, config: GatewayConfig) -> bool:
@@ -126,6 +153,7 @@ class RequireAgentKey:
         guarded = scope["type"] == "http" and not scope["path"].startswith(OPERATOR_PATHS)
         if guarded and not bearer_matches(Request(scope), self._key):
             message = "the gateway refuses this key; send `Authorization: Bearer KEY` with the agents' key"
-            await error_response(401, "invalid_api_key", message)(scope, receive, send)
+            refusal = error_response(401, "invalid_api_key", message, path=scope["path"])
+            await refusal(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -1,9 +1,10 @@
-"""GET requests that are passed on unrecorded, to any engine that can be connected to.
+"""Requests that are passed on unrecorded, to any engine that can be connected to: they sample nothing.
 
 Knows HTTP. Knows no spans and no calls.
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -14,10 +15,11 @@ from spangrad.tracer.gateway.call import Services
 from spangrad.tracer.gateway.engines import CONNECT_ERRORS, Engine
 from spangrad.tracer.gateway.http_parts import engine_failure, error_response, reply_headers, upstream_headers
 from spangrad.tracer.gateway.raw_log import parse_json
+from spangrad.tracer.gateway.rewrite import renamed_request
 
 
 class Reads:
-    """Handlers of what agents may read."""
+    """Handlers of what agents may ask without being recorded."""
 
     def __init__(self, services: Services) -> None:
         """Serve one gateway."""
@@ -34,25 +36,48 @@ class Reads:
         """One of the other paths that agents may read."""
         return await self._get(request, request.url.path)
 
-    async def _get(self, request: Request, path: str) -> Response:
+    async def pass_on(self, request: Request) -> Response:
+        """A POST below /v1; the name of its model is mapped."""
+        path = "/v1/" + request.url.path.partition("/v1/")[2]
+        sent = renamed_request(await request.body(), self._services.config.models)
+        model = sent.body.get("model") if isinstance(sent.body, dict) else None
+        if model is None:
+            return await self._get(request, path, content=sent.content)
+        with self._services.engines.lease(model, request.path_params.get("rollout_id")) as lease:
+            engine = lease.next()
+            if engine is None:
+                status, kind, message = lease.failure()
+                return error_response(status, kind, message, path=path)
+            return await self._get(request, path, content=sent.content, engines=[engine])
+
+    async def _get(
+        self,
+        request: Request,
+        path: str,
+        *,
+        content: bytes | None = None,
+        engines: Sequence[Engine] | None = None,
+    ) -> Response:
+        """Ask `engines`, or all, in turn until one can be connected to."""
         if ".." in path.split("/"):
             return error_response(404, "not_found", f"no path {path}")
         failures: list[str] = []
-        for engine in self._services.engines.healthy_first():
+        for engine in engines or self._services.engines.healthy_first():
             try:
-                upstream = await self._ask(engine, request, path)
+                upstream = await self._ask(engine, request, path, content)
             except CONNECT_ERRORS as error:
                 failures.append(f"{engine.url} ({type(error).__name__})")
                 engine.out(f"no connection ({type(error).__name__})")
             except httpx.HTTPError as error:
                 timeout_s = self._services.config.request_timeout_s
                 status, message = engine_failure(error, engine.url, timeout_s)
-                return error_response(status, "engine_error", message)
+                return error_response(status, "engine_error", message, path=path)
             else:
                 response = Response(upstream.content, upstream.status_code)
                 response.raw_headers = [*response.raw_headers, *reply_headers(upstream.headers)]
                 return response
-        return error_response(502, "engine_error", f"no engine answers: {', '.join(failures)}")
+        message = f"no engine answers: {', '.join(failures)}"
+        return error_response(502, "engine_error", message, path=path)
 
     async def _all_models(self, request: Request) -> Response:
         """One list of what engines serve that serve different models."""
@@ -77,7 +102,11 @@ class Reads:
         told = [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
         return [entry for entry in told if not named or entry["id"] in engine.models] + named
 
-    async def _ask(self, engine: Engine, request: Request, path: str) -> httpx.Response:
+    async def _ask(
+        self, engine: Engine, request: Request, path: str, content: bytes | None = None
+    ) -> httpx.Response:
         url = httpx.URL(engine.url + path).copy_with(query=request.url.query.encode() or None)
         headers = upstream_headers(request.headers, self._services.config, engine.key)
-        return await engine.client.get(url, headers=headers)
+        return await engine.client.request(
+            "GET" if content is None else "POST", url, headers=headers, content=content
+        )

@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Route(StrEnum):
-    """Routes that are recorded; the value is the GenAI operation's name."""
+    """Routes with token ids; the value is the GenAI operation's name."""
 
     CHAT = "chat"
     COMPLETION = "text_completion"
@@ -51,11 +51,10 @@ def upstream_request(raw: bytes, route: Route, models: Mapping[str, str]) -> Ups
     body = _parse(raw)
     if not isinstance(body, dict):
         return UpstreamRequest(body, raw, strip_ids=False, strip_logprobs=False)
-    added: dict[str, Any] = {}
-    name = body.get("model")
-    served = models.get(name, models.get("*")) if isinstance(name, str) else models.get("*")
-    if served is not None and served != name:
-        added["model"] = served
+    added = _renamed(body, models)
+    if route is Route.COMPLETION and body.get("echo"):  # with ids vLLM leaves the echo out of the text
+        content = dump({**body, **added}) if added else raw
+        return UpstreamRequest(body, content, strip_ids=False, strip_logprobs=False)
     strip_ids = body.get("return_token_ids") is not True
     if strip_ids:
         added["return_token_ids"] = True
@@ -64,6 +63,21 @@ def upstream_request(raw: bytes, route: Route, models: Mapping[str, str]) -> Ups
         added["logprobs"] = True if route is Route.CHAT else 0
     content = dump({**body, **added}) if added else raw
     return UpstreamRequest(body, content, strip_ids, strip_logprobs)
+
+
+def renamed_request(raw: bytes, models: Mapping[str, str]) -> UpstreamRequest:
+    """Map the name of a request's model and change nothing else."""
+    body = _parse(raw)
+    added = _renamed(body, models) if isinstance(body, dict) else {}
+    return UpstreamRequest(
+        body, dump({**body, **added}) if added else raw, strip_ids=False, strip_logprobs=False
+    )
+
+
+def _renamed(body: Mapping[str, Any], models: Mapping[str, str]) -> dict[str, Any]:
+    name = body.get("model")
+    served = models.get(name, models.get("*")) if isinstance(name, str) else models.get("*")
+    return {} if served is None or served == name else {"model": served}
 
 
 def _wants_no_logprobs(body: Mapping[str, Any], route: Route) -> bool:
