@@ -129,7 +129,7 @@ def test_calls_of_a_rollout_go_to_one_engine_however_loaded(stubs: list[StubEngi
             for rollout in ("r-0", "r-1", "r-2"):
                 ask(gateway, rollout=rollout).raise_for_status()
         used = Counter(
-            ((span.attributes or {})[names.ROLLOUT_ID], (span.attributes or {})[names.ENGINE])
+            (str((span.attributes or {})[names.ROLLOUT_ID]), str((span.attributes or {})[names.ENGINE]))
             for span in gateway.spans()
         )
     assert sorted(used.values()) == [3, 3, 3]

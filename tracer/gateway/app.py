@@ -27,10 +27,17 @@ from starlette.types import Receive, Scope, Send
 
 from spangrad.tracer import conventions as names
 from spangrad.tracer.exporter import HubExporter, SpoolExporter
+from spangrad.tracer.gateway.agent_keys import (
+    SCOPE_ROLLOUT,
+    KeyRollout,
+    RequireAgentKey,
+    RolloutKeys,
+    attempt_number,
+)
 from spangrad.tracer.gateway.call import Call, Counts, Services
 from spangrad.tracer.gateway.config import GatewayConfig
 from spangrad.tracer.gateway.engines import EnginePool
-from spangrad.tracer.gateway.http_parts import RequireAgentKey, error_response
+from spangrad.tracer.gateway.http_parts import error_response
 from spangrad.tracer.gateway.operator_routes import Operator
 from spangrad.tracer.gateway.raw_log import RawLog
 from spangrad.tracer.gateway.reads import Reads
@@ -38,8 +45,6 @@ from spangrad.tracer.gateway.routes import PASSED_ON, ROUTES, RecordedRoute
 from spangrad.tracer.gateway.spans import SpanRecorder
 
 PREFIXES = ("", "/rollout/{rollout_id}", "/rollout/{rollout_id}/{attempt:int}")
-MAX_ATTEMPT_DIGITS = 20
-"""Longer texts are not even read as numbers."""
 READABLE = ("/health", "/ping", "/version")
 """The engine's paths outside /v1 that agents may read."""
 
@@ -78,7 +83,9 @@ def create_app(config: GatewayConfig, *, exporter: SpanExporter | None = None) -
         if services.raw_log is not None:
             services.raw_log.close()
 
-    keys = [Middleware(RequireAgentKey, key=config.agent_key)] if config.agent_key is not None else []
+    keys = [Middleware(RolloutKeys)]
+    if config.agent_key is not None:
+        keys.append(Middleware(RequireAgentKey, key=config.agent_key))
     return Starlette(
         routes=_routes(services),
         middleware=keys,
@@ -146,13 +153,17 @@ class _Calls:
 
 
 def _origin(request: Request) -> dict[str, Any]:
-    """Whose call it is: from the URL, else from the headers. Raises ValueError."""
+    """Whose call it is: from the URL, else from the headers, else from the API key. Raises ValueError."""
     headers = request.headers
     rollout_id = request.path_params.get("rollout_id") or headers.get(names.HEADER_ROLLOUT)
     if "attempt" in request.path_params:
         attempt = _attempt(str(request.path_params["attempt"]), "the URL's attempt")
     else:
         attempt = _attempt(headers.get(names.HEADER_ATTEMPT, "0"), f"header {names.HEADER_ATTEMPT}")
+    by_key: KeyRollout | None = request.scope.get(SCOPE_ROLLOUT)
+    if by_key is not None and not rollout_id:
+        rollout_id = by_key.rollout_id
+        attempt = attempt if by_key.attempt is None else by_key.attempt
     origin: dict[str, Any] = {}
     if rollout_id:
         origin |= {names.ROLLOUT_ID: rollout_id, names.ATTEMPT: attempt}
@@ -163,10 +174,10 @@ def _origin(request: Request) -> dict[str, Any]:
 
 
 def _attempt(text: str, where: str) -> int:
-    is_number = text.isascii() and text.isdigit() and len(text) <= MAX_ATTEMPT_DIGITS
-    if not is_number or int(text) > names.MAX_ATTEMPT:
+    attempt = attempt_number(text)
+    if attempt is None:
         raise ValueError(f"{where} is {text[:40]!r}; expected a number from 0 to {names.MAX_ATTEMPT}")
-    return int(text)
+    return attempt
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:

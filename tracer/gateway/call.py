@@ -227,9 +227,7 @@ class Call:
             version, problem = version_of_call(before, after)
         error = self._error or self._reader.problem()
         attributes = self._content(Facts(version, problem, services.config.logprobs_mode))
-        attributes |= {**self._origin, names.POLICY: engine.policy if engine else services.config.policy}
-        if engine is not None:
-            attributes[names.ENGINE] = engine.url
+        attributes |= self._whose()
         if self._request.is_stream:
             attributes[names.STREAM_COMPLETE] = self._reader.is_complete() and error is None
         if error is not None:
@@ -244,6 +242,12 @@ class Call:
                 self._reader.raw(),
                 is_stream=self._request.is_stream,
             )
+
+    def _whose(self) -> dict[str, Any]:
+        """Attributes of the rollout and of the engine."""
+        if self._engine is None:
+            return {**self._origin, names.POLICY: self._services.config.policy}
+        return {**self._origin, names.POLICY: self._engine.policy, names.ENGINE: self._engine.url}
 
     def _content(self, facts: Facts) -> dict[str, Any]:
         attributes: dict[str, Any] = {names.OPERATION_NAME: self._route.operation}

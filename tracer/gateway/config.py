@@ -63,7 +63,10 @@ class GatewayConfig:
     port: int = 8100
     """Port to listen on; 0 picks a free one."""
     agent_key: str | None = field(default=None, repr=False)
-    """Key that agents must send as `Authorization: Bearer KEY`; None: everybody on this machine may call."""
+    """Key that agents must send as `Authorization: Bearer KEY` or `x-api-key: KEY`, without a `~`.
+
+    None: everybody on this machine may call.
+    """
     engine_key: str | None = field(default=None, repr=False)
     """Key sent to the engine. Without it and without `agent_key` the agent's own key is passed on."""
     models: Mapping[str, str] = field(default_factory=dict)
@@ -109,6 +112,10 @@ class GatewayConfig:
             )
         if self.agent_key == "":
             raise ConfigError("gateway.agent_key is empty; leave it out or give a key")
+        if self.agent_key is not None and "~" in self.agent_key:
+            raise ConfigError(
+                "gateway.agent_key has a '~', behind which agents name a rollout; use another key"
+            )
         for name in _ABOVE_0:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"gateway.{name} is {getattr(self, name)!r}; expected seconds above 0")

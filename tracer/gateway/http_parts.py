@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spangrad.tracer.gateway.config import GatewayConfig, is_loopback
 from spangrad.tracer.gateway.rewrite import dump
@@ -42,8 +41,10 @@ _NOT_SENT_ON = frozenset(
         "trailer",
         "transfer-encoding",
         "upgrade",
+        "x-api-key",
     }
 )
+_KEYS = ("authorization", "x-api-key")
 _NOT_SENT_BACK = frozenset(
     {
         "connection",
@@ -71,13 +72,11 @@ def upstream_headers(
         for name, value in incoming.items()
         if name not in _NOT_SENT_ON and not name.startswith("x-spangrad-")
     }
-    if engine_key is not None or config.agent_key is not None:
-        headers.pop("x-api-key", None)  # where Anthropic's clients put the agent's key
     headers["accept-encoding"] = "identity"
     if engine_key is not None:
         headers["authorization"] = f"Bearer {engine_key}"
-    elif config.agent_key is None and "authorization" in incoming:
-        headers["authorization"] = incoming["authorization"]
+    elif config.agent_key is None:
+        headers |= {name: incoming[name] for name in _KEYS if name in incoming}
     return headers | dict(added or {})
 
 
@@ -138,22 +137,3 @@ def is_operator(request: Request, config: GatewayConfig) -> bool:
     if request.client is not None and is_loopback(request.client.host):
         return True
     return config.store_key is not None and bearer_matches(request, config.store_key)
-
-
-class RequireAgentKey:
-    """Middleware: 401 for a request without the agents' key, except below `/spangrad/`."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        """Guard `app`."""
-        self._app = app
-        self._key = key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer 401."""
-        guarded = scope["type"] == "http" and not scope["path"].startswith(OPERATOR_PATHS)
-        if guarded and not bearer_matches(Request(scope), self._key):
-            message = "the gateway refuses this key; send `Authorization: Bearer KEY` with the agents' key"
-            refusal = error_response(401, "invalid_api_key", message, path=scope["path"])
-            await refusal(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
