@@ -41,6 +41,7 @@ from spangrad.tracer.gateway.http_parts import error_response
 from spangrad.tracer.gateway.operator_routes import Operator
 from spangrad.tracer.gateway.raw_log import RawLog
 from spangrad.tracer.gateway.reads import Reads
+from spangrad.tracer.gateway.rewrite import UpstreamRequest
 from spangrad.tracer.gateway.routes import PASSED_ON, ROUTES, RecordedRoute
 from spangrad.tracer.gateway.spans import SpanRecorder
 
@@ -141,10 +142,14 @@ class _Calls:
             raw = await request.body()
         except ClientDisconnect:
             return
+        engines = self._services.engines
+        upstream = self._route.upstream(raw, engines.models)
+        if engines.is_hosted(upstream.body):  # it has no ids to give
+            upstream = UpstreamRequest(upstream.body, raw, strip_ids=False, strip_logprobs=False)
         call = Call(
             self._services,
             self._route,
-            self._route.upstream(raw, self._services.config.models),
+            upstream,
             headers=request.headers,
             origin=origin,
             start_ns=start_ns,

@@ -247,7 +247,12 @@ class Call:
         """Attributes of the rollout and of the engine."""
         if self._engine is None:
             return {**self._origin, names.POLICY: self._services.config.policy}
-        return {**self._origin, names.POLICY: self._engine.policy, names.ENGINE: self._engine.url}
+        engine = {
+            names.POLICY: self._engine.policy,
+            names.ENGINE: self._engine.url,
+            names.PROVIDER_NAME: self._engine.provider,
+        }
+        return {**self._origin, **engine}
 
     def _content(self, facts: Facts) -> dict[str, Any]:
         attributes: dict[str, Any] = {names.OPERATION_NAME: self._route.operation}

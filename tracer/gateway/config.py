@@ -7,7 +7,8 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from spangrad.errors import ConfigError
@@ -47,6 +48,29 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HostedModel:
+    """One model that LiteLLM reaches."""
+
+    model: str
+    """LiteLLM's name of it: `PROVIDER/MODEL`."""
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Further arguments of every call, such as `api_base`, `api_key` or `drop_params`."""
+
+    @classmethod
+    def of(cls, name: str, entry: "HostedModel | str | Mapping[str, Any]") -> "HostedModel":
+        """Read one entry of `GatewayConfig.hosted`. Raises ConfigError."""
+        if isinstance(entry, HostedModel):
+            return entry
+        settings = {"model": entry} if isinstance(entry, str) else dict(entry)
+        model = settings.pop("model", None)
+        if not name or not isinstance(model, str) or not model:
+            raise ConfigError(
+                f"gateway.hosted: {name!r} names no model; expected PROVIDER/MODEL as its `model`"
+            )
+        return cls(model, MappingProxyType(settings))
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayConfig:
     """Settings of one gateway: one address for agents, its engines, one store."""
 
@@ -71,6 +95,10 @@ class GatewayConfig:
     """Key sent to the engine. Without it and without `agent_key` the agent's own key is passed on."""
     models: Mapping[str, str] = field(default_factory=dict)
     """Model name that agents ask for -> name that the engine serves; `*` stands for every other name."""
+    hosted: Mapping[str, "HostedModel | str | Mapping[str, Any]"] = field(default_factory=dict, repr=False)
+    """Model name that agents ask for -> LiteLLM's `PROVIDER/MODEL`, or a table with it as `model` and
+    LiteLLM's settings (`api_base`, ...); recorded as frozen. Keys come from LiteLLM's environment variables.
+    """
     policy: Literal["trained", "frozen"] = "trained"
     """Whether the model behind this gateway is the one being trained; written on every span."""
     request_timeout_s: float = 600.0
@@ -135,14 +163,23 @@ class GatewayConfig:
         rest = [EngineConfig(entry) if isinstance(entry, str) else entry for entry in self.engines]
         return (*first, *rest)
 
+    @property
+    def hosted_models(self) -> dict[str, HostedModel]:
+        """Every hosted model under the name that agents ask for."""
+        return {name: HostedModel.of(name, entry) for name, entry in self.hosted.items()}
+
     def _check_engines(self) -> None:
         if self.engine_url is not None:
             object.__setattr__(self, "engine_url", _checked_url(self.engine_url, "gateway.engine_url"))
         if isinstance(self.engines, str):
             raise ConfigError(f"gateway.engines is {self.engines!r}; expected a list of addresses")
         urls = [engine.url for engine in self.all_engines]
-        if not urls:
-            raise ConfigError("gateway has no engine; give engine_url or engines")
+        if not urls and not self.hosted:
+            raise ConfigError("gateway has no engine; give engine_url, engines or hosted")
+        named = {model for engine in self.all_engines for model in engine.models}
+        for name in self.hosted_models:
+            if name in named:
+                raise ConfigError(f"gateway.hosted: {name!r} is also an engine's model; name it once")
         if (twice := next((url for url in urls if urls.count(url) > 1), None)) is not None:
             raise ConfigError(f"gateway names the engine {twice!r} twice; name each once")
 

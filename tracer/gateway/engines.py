@@ -15,15 +15,16 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
-from spangrad.tracer.gateway.config import GatewayConfig
-from spangrad.tracer.gateway.versions import VersionWatch
+from spangrad.tracer.gateway.config import GatewayConfig, HostedModel
+from spangrad.tracer.gateway.hosted import SCHEME, HostedTransport
+from spangrad.tracer.gateway.versions import NoVersions, VersionWatch
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ class Engine:
     policy: str
     """`trained` or `frozen`."""
     client: httpx.AsyncClient
-    versions: VersionWatch
+    versions: VersionWatch | NoVersions
+    provider: str = "vllm"
     problem: str | None = None
     """Why it is out; None while it is healthy."""
     is_draining: bool = False
@@ -220,7 +222,6 @@ class EnginePool:
 
     def __init__(self, config: GatewayConfig) -> None:
         """Open no connection yet."""
-        self._models = config.models
         self._chosen = 0
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(config.request_timeout_s, connect=CONNECT_TIMEOUT_S, pool=None),
@@ -245,8 +246,15 @@ class EnginePool:
             )
             for entry in config.all_engines
         )
+        self.hosted = tuple(
+            _hosted_engine(name, model, config.request_timeout_s)
+            for name, model in config.hosted_models.items()
+        )
+        self._hosted_names = frozenset(config.hosted)
+        self.models: Mapping[str, str] = {**{name: name for name in self.model_names}, **config.models}
+        """The config's `models`, whose `*` leaves out the models that an engine names."""
         self._groups: dict[str, _Group] = {
-            model: _Group([engine for engine in self.engines if model in engine.models])
+            model: _Group([engine for engine in self.all if model in engine.models])
             for model in self.model_names
         }
         rest = [engine for engine in self.engines if not engine.models]
@@ -254,9 +262,14 @@ class EnginePool:
         """What serves the models that no engine names."""
 
     @property
+    def all(self) -> tuple[Engine, ...]:
+        """Engines and hosted models."""
+        return (*self.engines, *self.hosted)
+
+    @property
     def model_names(self) -> list[str]:
-        """Models that engines name, in order."""
-        return list(dict.fromkeys(model for engine in self.engines for model in engine.models))
+        """Models that engines name, in order, then the hosted ones."""
+        return list(dict.fromkeys(model for engine in self.all for model in engine.models))
 
     def lease(self, model: Any, rollout_id: str | None) -> Lease:
         """A claim for one call.
@@ -266,16 +279,19 @@ class EnginePool:
             rollout_id: Whose call it is; None: nobody's, so any engine is as good.
         """
         name = model if isinstance(model, str) else None
-        served = (
-            self._models.get("*") if name is None else self._models.get(name, self._models.get("*", name))
-        )
+        served = self._served(name)
         group = self._rest if served is None else self._groups.get(served, self._rest)
         if group is None and served is None and len(self._groups) == 1:
             (group,) = self._groups.values()
         return Lease(self, group, name, rollout_id)
 
-    def _served_name(self, name: str) -> str:
-        return self._models.get(name, self._models.get("*", name))
+    def is_hosted(self, body: Any) -> bool:
+        """Whether a request's JSON asks for a hosted model."""
+        name = body.get("model") if isinstance(body, dict) else None
+        return self._served(name if isinstance(name, str) else None) in self._hosted_names
+
+    def _served(self, name: str | None) -> str | None:
+        return self.models.get("*") if name is None else self.models.get(name, self.models.get("*", name))
 
     def remembered_rollouts(self) -> int:
         """How many rollouts stick to an engine."""
@@ -292,11 +308,13 @@ class EnginePool:
 
     def find(self, url: str) -> Engine | None:
         """The engine at an address."""
-        return next((engine for engine in self.engines if engine.url == url), None)
+        return next((engine for engine in self.all if engine.url == url), None)
 
     def healthy_first(self) -> list[Engine]:
         """Engines in the order in which to try them for what any can answer."""
-        return sorted(self.engines, key=lambda engine: (not engine.is_open, engine.is_draining))
+        return sorted(
+            self.engines or self.hosted, key=lambda engine: (not engine.is_open, engine.is_draining)
+        )
 
     def forget_versions(self) -> None:
         """Trust no policy version that was asked before now."""
@@ -305,7 +323,15 @@ class EnginePool:
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._client.aclose()
+        for client in (self._client, *(engine.client for engine in self.hosted)):
+            await client.aclose()
+
+
+def _hosted_engine(name: str, model: HostedModel, timeout_s: float) -> Engine:
+    transport = HostedTransport(name, model, timeout_s=timeout_s)
+    client = httpx.AsyncClient(transport=transport, timeout=None)
+    url = SCHEME + model.model
+    return Engine(url, None, (name,), "frozen", client, NoVersions(), provider=transport.provider)
 
 
 async def drained(engine: Engine, timeout_s: float) -> bool:

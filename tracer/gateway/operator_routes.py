@@ -31,7 +31,7 @@ class Operator:
         timeout_s = services.config.health_timeout_s
         await asyncio.gather(*(engine.check(timeout_s) for engine in engines))
         # Rollout workers wait for `engine.reachable`: it speaks for all engines.
-        shown = next((engine for engine in engines if engine.problem is None), engines[0])
+        shown = next((engine for engine in engines if engine.problem is None), services.engines.all[0])
         return JSONResponse(
             {
                 "instance": services.instance,
@@ -40,7 +40,7 @@ class Operator:
                     "reachable": shown.problem is None,
                     **_policy_version(shown),
                 },
-                "engines": [_described(engine) for engine in engines],
+                "engines": [_described(engine) for engine in services.engines.all],
                 "calls": services.counts.calls,
                 "failed": services.counts.failed,
                 "spans": services.recorder.counts(),
@@ -49,7 +49,7 @@ class Operator:
 
     async def engines(self, request: Request) -> Response:
         """Every engine as it is known to be, without asking it."""
-        return JSONResponse({"engines": [_described(engine) for engine in self._services.engines.engines]})
+        return JSONResponse({"engines": [_described(engine) for engine in self._services.engines.all]})
 
     async def drain(self, request: Request) -> Response:
         """Give an engine no new calls, and answer when it works on none; 503 if it still does."""
@@ -108,7 +108,7 @@ class Operator:
             return error_response(400, "invalid_request", 'the body names no engine; send {"engine": URL}')
         engine = self._services.engines.find(base_url(name))
         if engine is None:
-            known = ", ".join(engine.url for engine in self._services.engines.engines)
+            known = ", ".join(engine.url for engine in self._services.engines.all)
             return error_response(404, "not_found", f"no engine {name!r}; there are: {known}")
         return engine
 

@@ -39,7 +39,7 @@ class Reads:
     async def pass_on(self, request: Request) -> Response:
         """A POST below /v1; the name of its model is mapped."""
         path = "/v1/" + request.url.path.partition("/v1/")[2]
-        sent = renamed_request(await request.body(), self._services.config.models)
+        sent = renamed_request(await request.body(), self._services.engines.models)
         model = sent.body.get("model") if isinstance(sent.body, dict) else None
         if model is None:
             return await self._get(request, path, content=sent.content)
@@ -81,7 +81,7 @@ class Reads:
 
     async def _all_models(self, request: Request) -> Response:
         """One list of what engines serve that serve different models."""
-        engines = self._services.engines.engines
+        engines = self._services.engines.all
         lists = await asyncio.gather(*(self._models_of(engine, request) for engine in engines))
         models: dict[str, Any] = {}
         for listed in lists:

@@ -30,7 +30,7 @@ def serve(config: GatewayConfig) -> None:
     """
     with _listen(config) as listener:
         server = _server(config, None)
-        urls = ", ".join(engine.url for engine in config.all_engines)
+        urls = ", ".join([*(engine.url for engine in config.all_engines), *config.hosted])
         logger.info("gateway %s -> %s", _url(listener), urls)
         server.run(sockets=[listener])
 

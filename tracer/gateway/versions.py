@@ -98,6 +98,19 @@ class VersionWatch:
         return int(text), None
 
 
+class NoVersions:
+    """Stands for the watch of a model whose weights nobody here changes."""
+
+    latest: Observation | None = None
+
+    def forget(self) -> None:
+        """Nothing is known."""
+
+    async def observe(self, not_before: float) -> Observation:
+        """Unknown, and no loss."""
+        return Observation(not_before, None)
+
+
 def version_of_call(before: Observation, after: Observation) -> tuple[int | None, str | None]:
     """The version that sampled every token between two observations, or None and why it is unknown."""
     for observation in (before, after):
