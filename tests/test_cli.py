@@ -17,6 +17,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from typer.testing import CliRunner
 
 from spangrad.cli import app
+from spangrad.errors import ConfigError
 from spangrad.store import open_store
 from spangrad.store.records import Reward, Rollout
 from spangrad.tracer import conventions as c
@@ -422,3 +423,18 @@ def test_doctor_prints_what_it_found() -> None:
     found = listed("doctor", "--json")
     assert {"area", "name", "state", "found", "fix"} == set(found[0])
     assert {"python", "duckdb", "store"} <= {line["name"] for line in found}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hosted", "teacher"], "--hosted has an entry without a name or a value"),
+        (["--hosted", "teacher={"], "no JSON object"),
+        (["--hosted", "t=openai/a", "--hosted", "t=openai/b"], "names 't' twice"),
+        (["--frozen", "=http://127.0.0.1:1"], "expected NAME=ADDRESS"),
+        (["--engine", "http://127.0.0.1:1", "--engine", "http://127.0.0.1:1/v1"], "twice"),
+    ],
+)
+def test_models_that_a_gateway_can_not_serve_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CliRunner().invoke(app, ["gateway", *arguments], catch_exceptions=False)

@@ -45,6 +45,8 @@ from spangrad.tracer.gateway.rewrite import UpstreamRequest
 from spangrad.tracer.gateway.routes import PASSED_ON, ROUTES, RecordedRoute
 from spangrad.tracer.gateway.spans import SpanRecorder
 
+UNWIND_S = 2.0
+"""Longest wait for calls that were cut when the gateway stopped to give up their spans."""
 PREFIXES = ("", "/rollout/{rollout_id}", "/rollout/{rollout_id}/{attempt:int}")
 READABLE = ("/health", "/ping", "/version")
 """The engine's paths outside /v1 that agents may read."""
@@ -79,6 +81,10 @@ def create_app(config: GatewayConfig, *, exporter: SpanExporter | None = None) -
         yield
         for task in background:
             task.cancel()
+        # Calls that were cut because the time was over unwind in tasks of their own.
+        deadline = time.monotonic() + UNWIND_S
+        while services.counts.running and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
         await services.recorder.close()
         await services.engines.close()
         if services.raw_log is not None:

@@ -46,6 +46,8 @@ class Counts:
 
     calls: int = 0
     failed: int = 0
+    running: int = 0
+    """Calls whose span is not on its way yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class Call:
         self._end_ns = start_ns
         self._held: asyncio.Future[None] | None = None
         services.counts.calls += 1
+        services.counts.running += 1
 
     async def run(self, receive: Receive, send: Send) -> None:
         """Relay the call and leave its span to a background task, whatever happens."""
@@ -106,6 +109,7 @@ class Call:
             self._end()
             assert self._held is not None
             self._services.recorder.end_later(self._record(), self._held)
+            self._services.counts.running -= 1
 
     async def _relay(self, send: Send) -> None:
         body = self._request.body

@@ -119,8 +119,10 @@ class GatewayConfig:
     """Time between two health checks of an engine, in seconds."""
     health_timeout_s: float = 5.0
     """An engine that does not answer a health check for so long, in seconds, gets no calls."""
-    shutdown_s: float = 10.0
-    """Calls that are still running get so long, in seconds, to end when the gateway is stopped."""
+    shutdown_s: int = 10
+    """Calls that are still running get so long, in seconds, to end when the gateway is stopped; then they
+    are cut and recorded as far as they came.
+    """
     spool_dir: Path | None = None
     """Folder where spans wait while the hub is down; None: the exporter's default."""
     raw_log: Path | None = None

@@ -63,7 +63,7 @@ def _server(config: GatewayConfig, exporter: SpanExporter | None) -> uvicorn.Ser
             access_log=False,
             ws="none",
             lifespan="on",
-            timeout_graceful_shutdown=max(1, round(config.shutdown_s)),
+            timeout_graceful_shutdown=config.shutdown_s,
         )
     )
 

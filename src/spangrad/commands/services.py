@@ -3,11 +3,12 @@
 Each ends on Ctrl-C and on SIGTERM, and stops what it started.
 """
 
+import json
 import time
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +29,7 @@ from spangrad.errors import ConfigError, EngineError
 if TYPE_CHECKING:
     from spangrad.store.keys import Keys
 
+DEFAULT_ENGINE = "http://127.0.0.1:8000"
 NameOption = Annotated[str, typer.Option("--name", help="Model name that agents ask for.")]
 LengthOption = Annotated[
     int, typer.Option("--max-model-len", min=1, help="Longest prompt plus reply, in tokens.")
@@ -72,8 +74,21 @@ def hub(
 
 def gateway(
     engine: Annotated[
-        str, typer.Option("--engine", help="Address of the vLLM server.")
-    ] = "http://127.0.0.1:8000",
+        list[str] | None,
+        typer.Option(
+            "--engine",
+            help="Address of a vLLM server; may be repeated.",
+            show_default="http://127.0.0.1:8000",
+        ),
+    ] = None,
+    frozen: Annotated[
+        list[str] | None,
+        typer.Option("--frozen", help="NAME=ADDRESS of a vLLM server whose model NAME is not trained."),
+    ] = None,
+    hosted: Annotated[
+        list[str] | None,
+        typer.Option("--hosted", help="NAME=PROVIDER/MODEL, or NAME={JSON}: a model that LiteLLM reaches."),
+    ] = None,
     store: StoreOption = DEFAULT_STORE,
     key: KeyOption = None,
     host: HostOption = "127.0.0.1",
@@ -91,16 +106,26 @@ def gateway(
     Agents in any language use http://HOST:PORT/v1 as their base URL. The
     gateway asks vLLM for token ids and logprobs, records them, and gives
     the agent the reply that it asked for. With --keys agents must send the
-    agent's key.
+    agent's key. Of several engines a rollout keeps to one. A hosted model's
+    calls are recorded as text and as frozen.
     """
-    from spangrad.tracer.gateway.config import GatewayConfig
+    from spangrad.tracer.gateway.config import EngineConfig, GatewayConfig
     from spangrad.tracer.gateway.serve import serve
 
     log_to_stderr()
     agent_key = None if (loaded := _keys(keys)) is None else loaded.agent
     serve(
         GatewayConfig(
-            engine_url=engine,
+            engines=[
+                *(engine or ([] if frozen or hosted else [DEFAULT_ENGINE])),
+                *(
+                    EngineConfig(url, models=[name], policy="frozen")
+                    for name, url in _named("--frozen", frozen, "NAME=ADDRESS")
+                ),
+            ],
+            hosted={
+                name: _hosted_model(text) for name, text in _named("--hosted", hosted, "NAME=PROVIDER/MODEL")
+            },
             store=store,
             store_key=agent_key if key is None else key,
             host=host,
@@ -214,6 +239,27 @@ def up(
             ),
             say=_say,
         )
+
+
+def _named(option: str, entries: list[str] | None, form: str) -> list[tuple[str, str]]:
+    pairs = [entry.partition("=") for entry in entries or ()]
+    for name, _, value in pairs:
+        if not name or not value:
+            raise ConfigError(f"{option} has an entry without a name or a value; expected {form}")
+    names = [name for name, _, _ in pairs]
+    if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+        raise ConfigError(f"{option} names {twice!r} twice; name each once")
+    return [(name, value) for name, _, value in pairs]
+
+
+def _hosted_model(text: str) -> str | dict[str, Any]:
+    if not text.startswith("{"):
+        return text
+    try:
+        settings: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise ConfigError("--hosted has settings that are no JSON object") from error
+    return settings
 
 
 def _keys(file: Path | None) -> "Keys | None":
