@@ -325,8 +325,9 @@ def test_health_keeps_the_fields_of_one_engine_and_lists_all(stubs: list[StubEng
 
 
 def test_an_engine_killed_among_others_costs_its_running_calls_and_no_more(stubs: list[StubEngine]) -> None:
-    script = str(Path(stub_module.__file__))
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "tests.gateway.stub_engine"]
+    root = Path(stub_module.__file__).parents[2]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
         assert process.stdout is not None
         dying = StubEngine(url=f"http://127.0.0.1:{process.stdout.readline().strip()}")
         wait_until(lambda: _answers(dying.url))
