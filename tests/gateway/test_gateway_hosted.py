@@ -7,8 +7,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, cast
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -159,6 +161,74 @@ def test_an_agent_that_leaves_a_teachers_stream_ends_it(engine: StubEngine, prov
         wait_until(lambda: provider.cancelled)
         attributes = gateway.attributes()
     assert attributes[names.ERROR_TYPE] == "client_disconnected"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_teacher_answers_the_responses_route(
+    engine: StubEngine, provider: StubEngine, is_stream: bool
+) -> None:
+    with gateway_with_teacher(engine, provider) as gateway:
+        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="any~r-1", max_retries=0) as sdk:
+            if is_stream:
+                with sdk.responses.stream(model="teacher", input="a b") as stream:
+                    reply = stream.until_done().get_final_response()
+            else:
+                reply = cast(Any, sdk.responses.create(model="teacher", input="a b"))
+        assert reply.output_text == text_of("a b")
+        attributes = gateway.attributes()
+    assert attributes[names.POLICY] == "frozen" and attributes[names.ROLLOUT_ID] == "r-1"
+    assert text_of("a b").strip() in attributes[names.OUTPUT_MESSAGES]
+    assert names.ERROR_TYPE not in attributes
+
+
+HAS_LITELLMS_PROXY = find_spec("soundfile") is not None and find_spec("backoff") is not None
+NEEDS_LITELLMS_PROXY = pytest.mark.skipif(
+    not HAS_LITELLMS_PROXY, reason="LiteLLM streams this route with its extra 'proxy' alone"
+)
+
+
+@pytest.mark.parametrize("is_stream", [False, pytest.param(True, marks=NEEDS_LITELLMS_PROXY)])
+def test_a_teacher_answers_anthropics_route(
+    engine: StubEngine, provider: StubEngine, is_stream: bool
+) -> None:
+    claude = {"model": "anthropic/claude-large", "api_base": provider.url, "api_key": "sk-of-claude"}
+    with gateway_before(engine, hosted={"claude": claude}) as gateway:
+        request: Any = {"model": "claude", "messages": [{"role": "user", "content": "a b"}]}
+        with anthropic.Anthropic(base_url=gateway.url, api_key="any~r-1", max_retries=0) as sdk:
+            if is_stream:
+                with sdk.messages.stream(**request, max_tokens=9) as stream:
+                    reply: Any = stream.get_final_message()
+            else:
+                reply = sdk.messages.create(**request, max_tokens=9)
+        assert reply.content[0].text == text_of("a b")
+        refused = httpx.post(f"{gateway.url}/v1/messages", json={**request, "api_base": "http://a"})
+        attributes = dict(gateway.spans()[0].attributes or {})
+    assert refused.status_code == 400 and refused.json()["type"] == "error"
+    assert provider.headers[0]["x-api-key"] == "sk-of-claude"
+    assert provider.requests[0]["model"] == "claude-large"
+    assert attributes[names.PROVIDER_NAME] == "anthropic" and attributes[names.POLICY] == "frozen"
+    assert text_of("a b").strip() in str(attributes[names.OUTPUT_MESSAGES])
+    assert names.ERROR_TYPE not in attributes
+
+
+@pytest.mark.skipif(HAS_LITELLMS_PROXY, reason="LiteLLM has its extra 'proxy'")
+def test_a_part_of_litellm_that_is_missing_is_named(engine: StubEngine, provider: StubEngine) -> None:
+    claude = {"model": "anthropic/claude-large", "api_base": provider.url, "api_key": "k"}
+    with gateway_before(engine, hosted={"claude": claude}) as gateway:
+        request = {**body("a", model="claude"), "max_tokens": 9, "stream": True}
+        answer = httpx.post(f"{gateway.url}/v1/messages", json=request, timeout=60)
+    assert answer.status_code == 501 and "litellm[proxy]" in answer.json()["error"]["message"]
+
+
+def test_a_teachers_embeddings_are_recorded_without_their_vectors(
+    engine: StubEngine, provider: StubEngine
+) -> None:
+    with gateway_with_teacher(engine, provider) as gateway:
+        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="any") as sdk:
+            reply = sdk.embeddings.create(model="teacher", input=["a", "b"], encoding_format="float")
+        assert len(reply.data) == 2
+        attributes = gateway.attributes()
+    assert attributes[names.POLICY] == "frozen" and attributes[names.PURPOSE] == "embedding"
 
 
 @pytest.mark.parametrize("field", ["api_base", "base_url", "api_key", "extra_headers", "mock_response"])
