@@ -181,7 +181,7 @@ def test_a_teacher_answers_the_responses_route(
     assert names.ERROR_TYPE not in attributes
 
 
-HAS_LITELLMS_PROXY = find_spec("soundfile") is not None and find_spec("backoff") is not None
+HAS_LITELLMS_PROXY = all(find_spec(name) is not None for name in ("soundfile", "backoff", "redis"))
 NEEDS_LITELLMS_PROXY = pytest.mark.skipif(
     not HAS_LITELLMS_PROXY, reason="LiteLLM streams this route with its extra 'proxy' alone"
 )
