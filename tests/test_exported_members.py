@@ -28,9 +28,14 @@ def test_the_public_api_is_small_and_this() -> None:
     assert spangrad.__all__ == [
         "__version__",
         "current_rollout",
+        "feedback",
         "flush",
         "init",
+        "purpose",
         "reward",
         "rollout",
         "shutdown",
+        "state",
+        "step",
+        "tool",
     ]

@@ -30,7 +30,7 @@ from spangrad.tracer.exporter import Periodically
 from spangrad.tracer.hooks import when_imported
 from spangrad.tracer.propagation import traceparent
 from spangrad.tracer.runtime import Runtime, active
-from spangrad.tracer.steps import current_step
+from spangrad.tracer.structure.place import place_of_call
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ _TARGETS = {
 _SUFFIXES = {("/" + route).encode(): route for route in sorted(ROUTES, key=len, reverse=True)}
 _ENDINGS = tuple(_SUFFIXES)
 _MARK = "_spangrad_recorded"
+_TOLD = ((c.STEP_NAME, c.HEADER_STEP), (c.STATE_KEY, c.HEADER_STATE), (c.PURPOSE, c.HEADER_PURPOSE))
 _RETRY_HEADER = "x-stainless-retry-count"
 
 _originals: dict[tuple[type, str], Any] = {}
@@ -172,16 +173,15 @@ class _Call:
     def __init__(self, runtime: Runtime, request: Any, route: str) -> None:
         self._runtime = runtime
         rollout = current_rollout()
-        step = current_step()
+        parent, place = place_of_call(rollout)
         headers = request.headers
-        attributes: dict[str, Any] = step if rollout is None else rollout_attributes(rollout) | step
+        attributes: dict[str, Any] = place if rollout is None else rollout_attributes(rollout) | place
         retries = headers.get(_RETRY_HEADER)
         if retries is not None and retries != "0" and retries.isdecimal():
             attributes[c.RETRIES] = int(retries)
         purpose = headers.get(c.HEADER_PURPOSE)
         if purpose is not None:
             attributes[c.PURPOSE] = purpose
-        parent = rollout.context if rollout is not None else None
         url = request.url
         self.raw = RawCall(
             context=runtime.new_context(parent),
@@ -238,8 +238,9 @@ class _Call:
         if rollout_id is not None and c.HEADER_ROLLOUT not in headers:
             headers[c.HEADER_ROLLOUT] = _header_value(rollout_id)
             headers[c.HEADER_ATTEMPT] = str(attributes[c.ATTEMPT])
-        if c.STEP_NAME in attributes and c.HEADER_STEP not in headers:
-            headers[c.HEADER_STEP] = _header_value(attributes[c.STEP_NAME])
+        for name, header in _TOLD:
+            if name in attributes and header not in headers:
+                headers[header] = _header_value(attributes[name])
 
 
 def _header_value(text: str) -> str:

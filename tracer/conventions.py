@@ -45,15 +45,24 @@ OUTPUT_MESSAGES: Final = "gen_ai.output.messages"
 TOOL_DEFINITIONS: Final = "gen_ai.tool.definitions"
 TOOL_NAME: Final = "gen_ai.tool.name"
 TOOL_CALL_ID: Final = "gen_ai.tool.call.id"
+TOOL_ARGUMENTS: Final = "gen_ai.tool.call.arguments"
+TOOL_RESULT: Final = "gen_ai.tool.call.result"
+RETRIEVAL_QUERY: Final = "gen_ai.retrieval.query.text"
+RETRIEVAL_DOCUMENTS: Final = "gen_ai.retrieval.documents"
+INVOKE_AGENT: Final = "invoke_agent"  # operations of spans that are no calls
+EXECUTE_TOOL: Final = "execute_tool"
+RETRIEVAL: Final = "retrieval"
 ERROR_TYPE: Final = "error.type"
 
 # spangrad
 ROLLOUT_ID: Final = "spangrad.rollout.id"
 ATTEMPT: Final = "spangrad.attempt"
 TASK_ID: Final = "spangrad.task.id"
-SPAN_ROLE: Final = "spangrad.span.role"  # "rollout" on a rollout's root span
-STEP_NAME: Final = "spangrad.step.name"  # LangGraph node
+SPAN_ROLE: Final = "spangrad.span.role"  # "rollout" on a rollout's root span; agent, step, tool, retrieval
+STEP_NAME: Final = "spangrad.step.name"  # LangGraph node, or what `spangrad.step` says
 STEP_INDEX: Final = "spangrad.step.index"
+STATE_KEY: Final = "spangrad.state.key"  # what the agent was looking at when the call began
+INTERRUPTED: Final = "spangrad.interrupted"  # True: a LangGraph interrupt ended the node or tool
 PURPOSE: Final = "spangrad.call.purpose"  # agent, title, summary, judge, embedding, other
 POLICY: Final = "spangrad.policy"  # trained, frozen
 PROMPT_TOKEN_IDS: Final = "spangrad.prompt_token_ids"  # packed int32
@@ -83,6 +92,7 @@ MAX_ATTEMPT: Final = 999_999
 """Highest retry number that is believed of a span or a header; a store counts on in 32 bits."""
 HEADER_STEP: Final = "x-spangrad-step"
 HEADER_PURPOSE: Final = "x-spangrad-purpose"
+HEADER_STATE: Final = "x-spangrad-state"
 HEADER_KEY: Final = "authorization"  # "Bearer KEY"
 
 

@@ -11,6 +11,7 @@ Invariants:
 """
 
 import functools
+import itertools
 import logging
 import math
 import os
@@ -46,6 +47,8 @@ class Rollout:
     """The root span, if it is this process's."""
     is_shared: bool = field(repr=False, default=False)
     """Another rollout was open in this process at the same time."""
+    steps: "itertools.count[int]" = field(repr=False, default_factory=itertools.count)
+    """Numbers the steps that `spangrad.step` marks."""
 
     def reward(self, value: float, *, name: str = "reward", explanation: str | None = None) -> None:
         """Give the rollout a number. Several are kept, each with its name."""
@@ -158,14 +161,20 @@ def _process_rollout() -> Rollout | None:
     return _from_environment(value) if value else None
 
 
+def reward_attributes(value: float, name: str, explanation: str | None) -> dict[str, Any]:
+    """Attributes of a reward's event. Raises ValueError or TypeError if it is no finite number."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError("a reward is a finite number; one that is missing is not given")
+    attributes: dict[str, Any] = {c.REWARD_NAME: c.storable(name), c.REWARD_VALUE: number}
+    if explanation is not None:
+        attributes[c.REWARD_EXPLANATION] = c.storable(explanation)
+    return attributes
+
+
 def _reward(rollout: Rollout, value: float, name: str, explanation: str | None) -> None:
     try:
-        number = float(value)
-        if not math.isfinite(number):
-            raise ValueError("a reward is a finite number; one that is missing is not given")
-        attributes: dict[str, Any] = {c.REWARD_NAME: c.storable(name), c.REWARD_VALUE: number}
-        if explanation is not None:
-            attributes[c.REWARD_EXPLANATION] = c.storable(explanation)
+        attributes = reward_attributes(value, name, explanation)
         if rollout.span is not None and rollout.span.is_recording():
             rollout.span.add_event(c.REWARD_EVENT, attributes)
             return

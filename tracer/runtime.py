@@ -11,7 +11,7 @@ know HTTP clients. Invariants:
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
@@ -52,11 +52,27 @@ class EndedSpan:
 
 
 class _ToWorker(SpanProcessor):
-    def __init__(self, worker: "Worker[RawCall | EndedSpan]") -> None:
+    def __init__(self, worker: "Worker[Captured]") -> None:
         self._worker = worker
 
     def on_end(self, span: ReadableSpan) -> None:
         self._worker.put(EndedSpan(span))
+
+
+class Readable(Protocol):
+    """A span of ours that has ended: see `structure/spans.py`."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that it holds on to."""
+        ...
+
+    def readable(self, resource: Resource, scope: InstrumentationScope) -> ReadableSpan:
+        """Make the span, on the worker's thread."""
+        ...
+
+
+Captured = RawCall | EndedSpan | Readable
 
 
 class Runtime:
@@ -68,7 +84,7 @@ class Runtime:
         """Make the provider and the worker; `worker.start()` and `activate` set it going."""
         self.target = target
         self.destinations = destinations
-        self.worker: Worker[RawCall | EndedSpan] = Worker(exporter, self._finish)
+        self.worker: Worker[Captured] = Worker(exporter, self._finish)
         self._ids = RandomIds()
         self._scope = InstrumentationScope(c.SCOPE_TRACER, version)
         self._provider = TracerProvider(
@@ -106,10 +122,12 @@ class Runtime:
         """Start anew in a child process."""
         self.worker.after_fork_in_child()
 
-    def _finish(self, item: RawCall | EndedSpan) -> ReadableSpan | None:
+    def _finish(self, item: Captured) -> ReadableSpan | None:
         if isinstance(item, EndedSpan):
             return item.span
-        return span_of(item, self._provider.resource, self._scope)
+        if isinstance(item, RawCall):
+            return span_of(item, self._provider.resource, self._scope)
+        return item.readable(self._provider.resource, self._scope)
 
 
 _active: Runtime | None = None

@@ -27,6 +27,8 @@ from spangrad.errors import CaptureError
 from spangrad.tracer import capture, runtime
 from spangrad.tracer.exporter import Exporter, HubExporter, SpoolExporter
 from spangrad.tracer.propagation import Destinations
+from spangrad.tracer.structure import graphs
+from spangrad.tracer.structure.spans import end_open_spans
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +107,7 @@ def shutdown(timeout_s: float = 10.0) -> bool:
         runtime.activate(None)
         capture.uninstall()
         capture.end_open_calls()
+        end_open_spans()
         flushed = current.worker.close(timeout_s)
         current.worker.exporter.shutdown()
         return flushed
@@ -138,6 +141,7 @@ def _start(target: str, exporter: Exporter, service_name: str | None, hosts: Seq
     started.worker.start()
     runtime.activate(started)
     capture.install()
+    graphs.install()
     _hook_process()
 
 
@@ -182,6 +186,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> Any:
     current = runtime.active()
     if current is not None:
         capture.end_open_calls()
+        end_open_spans()
         current.worker.flush(EXIT_TIMEOUT_S)  # to the hub or to disk: the process need not wait for the hub
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -14,20 +14,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spangrad.tracer.current import current_rollout, reward
+    from spangrad.store.feedback import feedback
+    from spangrad.tracer.current import current_rollout
     from spangrad.tracer.rollout import rollout
     from spangrad.tracer.setup import flush, init, shutdown
+    from spangrad.tracer.structure.marks import purpose, reward, state, step, tool
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "current_rollout", "flush", "init", "reward", "rollout", "shutdown"]
+__all__ = [
+    "__version__",
+    "current_rollout",
+    "feedback",
+    "flush",
+    "init",
+    "purpose",
+    "reward",
+    "rollout",
+    "shutdown",
+    "state",
+    "step",
+    "tool",
+]
 
 _HOME = {
     "current_rollout": "spangrad.tracer.current",
+    "feedback": "spangrad.store.feedback",
     "flush": "spangrad.tracer.setup",
     "init": "spangrad.tracer.setup",
-    "reward": "spangrad.tracer.current",
+    "purpose": "spangrad.tracer.structure.marks",
+    "reward": "spangrad.tracer.structure.marks",
     "rollout": "spangrad.tracer.rollout",
     "shutdown": "spangrad.tracer.setup",
+    "state": "spangrad.tracer.structure.marks",
+    "step": "spangrad.tracer.structure.marks",
+    "tool": "spangrad.tracer.structure.marks",
 }
 
 

@@ -38,7 +38,7 @@ class Recorded:
 
     @property
     def is_call(self) -> bool:
-        return c.OPERATION_NAME in self.attributes
+        return c.OPERATION_NAME in self.attributes and c.SPAN_ROLE not in self.attributes
 
     @property
     def is_root(self) -> bool:

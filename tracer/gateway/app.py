@@ -163,6 +163,13 @@ class _Calls:
         await call.run(receive, send)
 
 
+_NAMES = (
+    (names.HEADER_STEP, names.STEP_NAME),
+    (names.HEADER_PURPOSE, names.PURPOSE),
+    (names.HEADER_STATE, names.STATE_KEY),
+)
+
+
 def _origin(request: Request) -> dict[str, Any]:
     """Whose call it is: from the URL, else from the headers, else from the API key. Raises ValueError."""
     headers = request.headers
@@ -178,7 +185,7 @@ def _origin(request: Request) -> dict[str, Any]:
     origin: dict[str, Any] = {}
     if rollout_id:
         origin |= {names.ROLLOUT_ID: rollout_id, names.ATTEMPT: attempt}
-    for header, attribute in ((names.HEADER_STEP, names.STEP_NAME), (names.HEADER_PURPOSE, names.PURPOSE)):
+    for header, attribute in _NAMES:
         if headers.get(header):
             origin[attribute] = headers[header]
     return origin
