@@ -17,7 +17,8 @@ from typing import Any
 from spangrad.adapters.dialects import NO_DIALECT, READERS, recognise
 from spangrad.adapters.grading import grade
 from spangrad.adapters.merging import cluster, merge
-from spangrad.adapters.model_call import ModelCall, Purpose
+from spangrad.adapters.model_call import ModelCall
+from spangrad.adapters.purpose import purpose_of
 from spangrad.adapters.reading import Reading, text, whole_number
 from spangrad.store.base import Store
 from spangrad.store.records import Span
@@ -72,6 +73,9 @@ def _summary(call: ModelCall) -> dict[str, Any]:
         "prompt_tokens": None if call.prompt_token_ids is None else len(call.prompt_token_ids),
         "sampled_tokens": sum(len(ids) for ids in sampled) if sampled else None,
         "policy_version": min(versions) if versions else None,
+        "step_index": call.step_index,
+        "state_key": call.state_key,
+        "purpose_reason": call.purpose_reason,
     }
 
 
@@ -112,7 +116,11 @@ def call_to_json(call: ModelCall) -> dict[str, Any]:
         "choices": choices,
         "agent_name": call.agent_name,
         "step_name": call.step_name,
+        "step_index": call.step_index,
+        "state_key": call.state_key,
+        "parent_span_id": call.parent_span_id,
         "purpose": str(call.purpose),
+        "purpose_reason": call.purpose_reason,
         "is_trained_policy": call.is_trained_policy,
         "response_id": call.response_id,
         "error": call.error,
@@ -137,25 +145,35 @@ def _read(span: Span) -> Reading:
 
 def _with_context(reading: Reading, by_id: Mapping[tuple[str, str], Span]) -> Reading:
     """Fill in what only the span's ancestors say: agent, step, rollout, attempt."""
-    span, seen = reading.span, set[str]()
-    agent, step = reading.agent_name, reading.step_name
+    span, seen = reading.span, dict[str, None]()
+    agent, step, index = reading.agent_name, reading.step_name, reading.step_index
     rollout, attempt = reading.rollout_id, reading.attempt
     while span.span_id not in seen:
-        seen.add(span.span_id)
+        seen[span.span_id] = None
         agent = agent or text(span.attributes, c.AGENT_NAME)
-        step = step or text(span.attributes, c.STEP_NAME)
+        if step is None and (step := text(span.attributes, c.STEP_NAME)) is not None:
+            index = whole_number(span.attributes, c.STEP_INDEX)
         rollout = rollout or text(span.attributes, c.ROLLOUT_ID)
         attempt = attempt if attempt is not None else whole_number(span.attributes, c.ATTEMPT)
         parent = by_id.get((span.trace_id, span.parent_span_id or ""))
         if parent is None:
             break
         span = parent
-    return replace(reading, agent_name=agent, step_name=step, rollout_id=rollout, attempt=attempt)
+    return replace(
+        reading,
+        agent_name=agent,
+        step_name=step,
+        step_index=index,
+        rollout_id=rollout,
+        attempt=attempt,
+        ancestor_span_ids=tuple(seen)[1:],
+    )
 
 
 def _call(reading: Reading, group: Sequence[Reading]) -> ModelCall:
     span = reading.span
     level, reasons = grade(reading)
+    purpose, purpose_reason = purpose_of(reading)
     attempt = reading.attempt or 0
     return ModelCall(
         call_id=f"{span.trace_id}-{span.span_id}",
@@ -178,7 +196,11 @@ def _call(reading: Reading, group: Sequence[Reading]) -> ModelCall:
         prompt_token_ids=reading.prompt_token_ids,
         agent_name=reading.agent_name,
         step_name=reading.step_name,
-        purpose=reading.purpose or Purpose.AGENT,
+        step_index=reading.step_index,
+        state_key=reading.state_key,
+        ancestor_span_ids=reading.ancestor_span_ids,
+        purpose=purpose,
+        purpose_reason=purpose_reason,
         is_trained_policy=reading.is_trained_policy is not False,
         error=reading.error,
         usage=reading.usage,

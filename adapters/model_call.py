@@ -74,8 +74,21 @@ class ModelCall:
     prompt_token_ids: Sequence[int] | None = None
     agent_name: str | None = None
     step_name: str | None = None
+    step_index: int | None = None
+    """Number of the step in its rollout, or in its graph."""
+    state_key: str | None = None
+    """What the agent said that it was looking at when the call began."""
+    ancestor_span_ids: Sequence[str] = ()
+    """Spans above the call in its trace, nearest first: tool, step, agent, rollout."""
     purpose: Purpose = Purpose.AGENT
+    purpose_reason: str | None = None
+    """Why it has that purpose; None: nothing says that it is not the agent acting."""
     is_trained_policy: bool = True
     """False: a frozen policy (a hosted model, a teacher)."""
     error: str | None = None
     usage: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def parent_span_id(self) -> str | None:
+        """The span that the call was made in."""
+        return self.ancestor_span_ids[0] if self.ancestor_span_ids else None

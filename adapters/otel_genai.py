@@ -70,6 +70,8 @@ def read(span: Span) -> Reading:
         prompt_token_ids=decoder.unpack(c.PROMPT_TOKEN_IDS, c.unpack_ints),
         agent_name=text(attributes, c.AGENT_NAME),
         step_name=text(attributes, c.STEP_NAME),
+        step_index=whole_number(attributes, c.STEP_INDEX),
+        state_key=text(attributes, c.STATE_KEY),
         rollout_id=span.rollout_id or text(attributes, c.ROLLOUT_ID),
         attempt=span.attempt if span.attempt is not None else whole_number(attributes, c.ATTEMPT),
         purpose=_purpose(attributes),

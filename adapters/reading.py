@@ -29,6 +29,10 @@ class Reading:
     prompt_token_ids: Sequence[int] | None = None
     agent_name: str | None = None
     step_name: str | None = None
+    step_index: int | None = None
+    state_key: str | None = None
+    ancestor_span_ids: Sequence[str] = ()
+    """Nearest first."""
     rollout_id: str | None = None
     attempt: int | None = None
     purpose: Purpose | None = None

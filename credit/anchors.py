@@ -1,5 +1,8 @@
 """Anchor state of a step: what the policy saw last, without what never repeats.
 
+Where the agent has said what it was looking at (`spangrad.state`), that is the state and
+nothing else counts. Elsewhere it is the observation.
+
 The observation of a step is the messages after the last assistant message of its
 request; for a first step, the last user message. Two steps of a group with the same
 observation are taken to be in the same state, which is what GiGPO compares.
@@ -19,11 +22,17 @@ IGNORED_KEYS: Final = frozenset({"id", "tool_call_id"})
 
 
 def anchor_of(call: ModelCall) -> str | None:
-    """Hash of the state that a call began in; None where the request shows no observation."""
+    """Hash of the state that a call began in; None where neither the agent nor the request tells of one."""
+    if call.state_key is not None:
+        return _hash("state " + call.state_key)
     observation = _observation(call.messages)
     if not observation:
         return None
     text = json.dumps([_canonical(message) for message in observation], sort_keys=True, ensure_ascii=False)
+    return _hash(text)
+
+
+def _hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 

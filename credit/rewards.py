@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from spangrad.adapters.model_call import ModelCall
+from spangrad.adapters.model_call import Grade, ModelCall, Purpose
 from spangrad.store.records import Reward, RewardAuthor, Rollout
 
 DEFAULT_AUTHORS: Final = (str(RewardAuthor.EVALUATOR), str(RewardAuthor.OPERATOR))
@@ -52,12 +52,17 @@ def rewards_of(
     Args:
         rollout: The rollout; its `attempt` is the one that counts.
         given: Stored rewards, of other rollouts too, in order of time.
-        calls: The rollout's calls; a reward may name a call by its id or by any of its spans.
+        calls: The rollout's calls; a reward may name a call by its id or by any of its spans, or a step by
+            its span: it is for the last call in it that acts.
         authors: Whose rewards count.
         weights: Name -> weight; by default `reward` alone, with weight 1.
     """
     wanted = DEFAULT_WEIGHTS if weights is None else weights
-    call_ids = {span_id: call.call_id for call in calls for span_id in call.span_ids}
+    acting = sorted((call for call in calls if _acts(call)), key=lambda call: call.start_ns)
+    call_ids = {
+        f"{call.trace_id}-{above}": call.call_id for call in acting for above in call.ancestor_span_ids
+    }
+    call_ids |= {span_id: call.call_id for call in calls for span_id in call.span_ids}
     call_ids |= {f"{call.trace_id}-{span_id}": call.call_id for call in calls for span_id in call.span_ids}
     latest: dict[tuple[str | None, str, RewardAuthor], float] = {}
     for reward in given:
@@ -83,3 +88,7 @@ def rewards_of(
         if call_id is not None:
             steps[call_id] = steps.get(call_id, 0.0) + wanted[name] * value
     return RolloutRewards(sum(known) if len(known) == len(wanted) and known else None, steps)
+
+
+def _acts(call: ModelCall) -> bool:
+    return call.purpose is Purpose.AGENT and call.is_trained_policy and call.grade is not Grade.UNUSABLE

@@ -19,7 +19,13 @@ def m001_initial(con: duckdb.DuckDBPyConnection) -> None:
     con.execute(_INITIAL)
 
 
-MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (m001_initial,)
+def m002_place_of_calls(con: duckdb.DuckDBPyConnection) -> None:
+    """Step index, state key and the reason of the purpose of calls."""
+    for column in ("step_index INTEGER", "state_key VARCHAR", "purpose_reason VARCHAR"):
+        con.execute(f"ALTER TABLE calls ADD COLUMN {column}")
+
+
+MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (m001_initial, m002_place_of_calls)
 SCHEMA_VERSION = len(MIGRATIONS)
 
 

@@ -121,13 +121,13 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A number given for a rollout, or for one call of it."""
+    """A number given for a rollout, or for one call or step of it."""
 
     rollout_id: str
     value: float
     name: str = "reward"
     call_id: str | None = None
-    """None: for the whole rollout."""
+    """`trace_id-span_id` of a call, or of a step (for its last call). None: for the whole rollout."""
     author: RewardAuthor | None = None
     """Filled in by the store."""
     explanation: str | None = None

@@ -123,6 +123,9 @@ CALLS = Table(
         Column("prompt_tokens", "BIGINT", "tokens of the prompt", True),
         Column("sampled_tokens", "BIGINT", "tokens sampled, all choices", True),
         Column("policy_version", "INTEGER", "lowest version that sampled a token of it", True),
+        Column("step_index", "INTEGER", "number of the step in its rollout, or in its graph", True),
+        Column("state_key", "VARCHAR", "what the agent said that it was looking at", True),
+        Column("purpose_reason", "VARCHAR", "the rule that says so; NULL: none does, it acts", True),
     ),
     key=("call_id",),
 )
@@ -174,7 +177,7 @@ REWARDS = Table(
         Column("reward_id", "VARCHAR", "hash of what was sent: the same reward twice is one row"),
         Column("rollout_id", "VARCHAR", "rollout"),
         Column("attempt", "INTEGER", "attempt of the rollout", True),
-        Column("call_id", "VARCHAR", "NULL: for the whole rollout", True),
+        Column("call_id", "VARCHAR", "trace_id-span_id of a call or step; NULL: for the whole rollout", True),
         Column("name", "VARCHAR", "name of the reward"),
         Column("value", "DOUBLE", "reward units"),
         Column("author", "VARCHAR", "agent, evaluator or operator; by key, never by claim"),

@@ -135,22 +135,28 @@ def _event_rewards(
         key = (span.trace_id, span.span_id)
         if span.events and (owner := admission.owners.get(key)):
             operation = span.attributes.get(conventions.OPERATION_NAME)
-            rewards += _rewards_of(key, owner, operation in MODEL_OPERATIONS, span.events)
+            role = span.attributes.get(conventions.SPAN_ROLE)
+            rewards += _rewards_of(key, owner, _is_rewarded(operation, role), span.events)
     if admission.settled_earlier:
         trace_ids = sorted({trace_id for trace_id, _ in admission.settled_earlier})
         for row in con.execute(
-            "SELECT trace_id, span_id, attributes->>?, events FROM spans "
+            "SELECT trace_id, span_id, attributes->>?, attributes->>?, events FROM spans "
             "WHERE trace_id IN (SELECT unnest(?)) AND contains(events::VARCHAR, ?)",
-            [conventions.OPERATION_NAME, trace_ids, conventions.REWARD_EVENT],
+            [conventions.OPERATION_NAME, conventions.SPAN_ROLE, trace_ids, conventions.REWARD_EVENT],
         ).fetchall():
             if owner := admission.settled_earlier.get((row[0], row[1])):
-                events = events_from_json(row[3])
-                rewards += _rewards_of((row[0], row[1]), owner, row[2] in MODEL_OPERATIONS, events)
+                events = events_from_json(row[4])
+                rewards += _rewards_of((row[0], row[1]), owner, _is_rewarded(row[2], row[3]), events)
     return rewards
 
 
+def _is_rewarded(operation: Any, role: Any) -> bool:
+    """Whether a reward on such a span is for the call or step that it is, and not for the rollout."""
+    return operation in MODEL_OPERATIONS or role == "step"
+
+
 def _rewards_of(
-    key: Key, owner: Owner, is_call: bool, events: Sequence[SpanEvent]
+    key: Key, owner: Owner, is_its_own: bool, events: Sequence[SpanEvent]
 ) -> list[tuple[Reward, str]]:
     span = f"{key[0]}-{key[1]}"
     found: list[tuple[Reward, str]] = []
@@ -168,7 +174,7 @@ def _rewards_of(
                 rollout_id=owner[0],
                 value=float(value),
                 name=str(event.attributes.get(conventions.REWARD_NAME, "reward")),
-                call_id=span if is_call else None,
+                call_id=span if is_its_own else None,
                 author=RewardAuthor.AGENT,
                 explanation=None if explanation is None else str(explanation),
                 attempt=owner[1],

@@ -39,6 +39,17 @@ def test_all_results_of_a_parallel_call_are_the_observation():
     assert anchor(both) != anchor(both[:-1])
 
 
+def test_a_state_that_the_agent_names_is_the_anchor_whatever_it_was_shown():
+    keyed = [
+        dataclasses.replace(call("a", [1], [2]), messages=messages, state_key=key)
+        for messages, key in ((ASKED, "room"), ([], "room"), (ASKED, "hall"))
+    ]
+    first, second, third = map(anchor_of, keyed)
+    assert first is not None
+    assert first == second
+    assert len({first, third, anchor(ASKED)}) == 3
+
+
 def test_text_as_string_and_as_parts_is_the_same_state():
     as_parts = [{"role": "user", "content": [{"type": "text", "text": "question"}]}]
     assert anchor(as_parts) == anchor(ASKED)

@@ -53,7 +53,7 @@ def test_feedback_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyP
         spangrad.feedback(1, store=path)
     with pytest.raises(ConfigError, match="rollout_id 'r-1' and trace_id 'x'; give one"):
         spangrad.feedback(1, rollout_id="r-1", trace_id="x", store=path)
-    with pytest.raises(StoreError, match="there is no rollout 'r-9' in .*; `spangrad rollouts` lists"):
+    with pytest.raises(StoreError, match=r"there is no rollout 'r-9' in .*; `spangrad rollouts` lists"):
         spangrad.feedback(1, rollout_id="r-9", store=path)
     with pytest.raises(StoreError, match=r"belongs to 2 rollouts \['r-1', 'r-2'\]; exactly one"):
         spangrad.feedback(1, trace_id=trace, store=path)

@@ -103,6 +103,7 @@ def calls(
             "rollout": call["rollout_id"],
             "agent": call["agent_name"],
             "step": call["step_name"],
+            "purpose": call["purpose"],
             "model": call["model"],
             "prompt": _length(call["prompt_token_ids"]),
             "sampled": _length(call["sampled_token_ids"]),
