@@ -8,6 +8,7 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 os.environ["LANGSMITH_TRACING"] = "false"
 
 import spangrad
+from spangrad.tracer.structure import place
 from tests.tracer.recording import Recorded, spans_of_store
 from tests.tracer.stub_server import HubServer, ModelServer, hub_server, model_server
 
@@ -29,6 +30,7 @@ def nothing_stays_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     for name in ("SPANGRAD_STORE", "SPANGRAD_KEY", "SPANGRAD_ROLLOUT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
+    place.MARKS.set(None)
     yield
     spangrad.shutdown()
 

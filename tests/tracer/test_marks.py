@@ -14,7 +14,7 @@ import pytest
 
 import spangrad
 from spangrad.tracer import conventions as c
-from spangrad.tracer.structure import marks
+from spangrad.tracer.structure import marks, place
 from tests.tracer.recording import Recorded, calls, roots, spans_of_store
 from tests.tracer.span_tree import named, tree
 from tests.tracer.stub_server import ModelServer
@@ -292,6 +292,46 @@ def test_one_mark_serves_threads_and_tasks_at_once(model: ModelServer, recorded:
     assert tree(found) == [("rollout", [("shared", ["chat"])])] * 3
     for root in roots(found):
         assert {s[c.ROLLOUT_ID] for s in found if s.trace_id == root.trace_id} == {root[c.ROLLOUT_ID]}
+
+
+def test_static_and_class_methods_stay_what_they_are(recorded: Finish) -> None:
+    class Desk:
+        @spangrad.tool
+        @staticmethod
+        def twice(number: int) -> int:
+            return 2 * number
+
+        @classmethod
+        @spangrad.tool
+        def named(cls, number: int) -> str:
+            return f"{cls.__name__}{number}"
+
+        @spangrad.tool
+        @classmethod
+        def again(cls) -> str:
+            return cls.__name__
+
+    assert (Desk().twice(2), Desk.named(3), Desk().again()) == (4, "Desk3", "Desk")
+    found = recorded()
+    assert [span.json(c.TOOL_ARGUMENTS) for span in found] == [{"number": 2}, {"number": 3}, {}]
+
+
+def test_marks_written_down_hold_in_another_process(model: ModelServer, recorded: Finish) -> None:
+    with spangrad.rollout(), spangrad.step("there"), spangrad.purpose("judge"):
+        spangrad.state("desk")
+        current = place.MARKS.get()
+        assert current is not None
+        text = place.pack_marks(current)
+        assert text is not None
+        arrived = place.unpack_marks(text)
+        place.MARKS.set(arrived)
+        ask(model)
+        place.MARKS.set(current)
+    (call,) = calls(found := recorded())
+    assert call.parent_id == named(found, "there").span_id
+    there = [call[name] for name in (c.STEP_NAME, c.STEP_INDEX, c.STATE_KEY, c.PURPOSE)]
+    assert there == ["there", 0, "desk", "judge"]
+    assert [place.unpack_marks(text) for text in ("", "{}", "[1]", "null")] == [None] * 4
 
 
 def test_before_init_marks_do_nothing_and_say_so_once(

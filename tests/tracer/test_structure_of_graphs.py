@@ -386,6 +386,27 @@ def test_a_rollout_in_a_node_is_not_below_the_graph_of_another_rollout(
     assert tree(recorded()) == [mine, ("rollout", [("invoke_agent outer", ["node"])])]
 
 
+def test_marks_for_a_thread_that_has_no_config_name_the_node(model: ModelServer, recorded: Finish) -> None:
+    chat = chat_model(model)
+
+    def work(marks: Any) -> None:
+        place.MARKS.set(marks)
+        chat.invoke("Hello")
+
+    def node(state: Notes) -> Notes:
+        thread = threading.Thread(target=work, args=(place.marks_here(),))
+        thread.start()
+        thread.join()
+        return {"notes": []}
+
+    with spangrad.rollout():
+        assert place.marks_here() is None
+        chain_of({"node": node}).invoke({"notes": []})
+    found = recorded()
+    assert tree(found) == [("rollout", [("invoke_agent LangGraph", [("node", ["chat"])])])]
+    assert calls(found)[0][c.STEP_NAME] == "node"
+
+
 def test_steps_and_graphs_nest_in_each_other(model: ModelServer, recorded: Finish) -> None:
     chat = chat_model(model)
     polite: Any = RunnableLambda(lambda word: f"{word} please") | chat

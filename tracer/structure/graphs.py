@@ -237,7 +237,7 @@ def _retriever_start(
     _start_span(runtime, new, f"{c.RETRIEVAL} {name}", "retrieval", attributes)
     parent = run(parent_id)
     if parent is not None:
-        parent.retrievals = [*(parent.retrievals or ()), run_id]
+        parent.retrievals[run_id] = None
     remember(new)
     RETRIEVAL.set(run_id)
 
@@ -253,10 +253,12 @@ def _end(
     ended = forget(run_id)
     if ended is None:
         return
-    for retrieval in ended.retrievals or ():
+    for retrieval in list(ended.retrievals):
         _end(retrieval, error)
     if ended.span is None:
         return
+    if ended.span.attributes[c.SPAN_ROLE] == "retrieval" and (parent := run(ended.parent_id)) is not None:
+        parent.retrievals.pop(run_id, None)
     if output_name == c.RETRIEVAL_DOCUMENTS:
         ended.span.set_json(output_name, _documents(output))
     elif output_name is not None:

@@ -31,7 +31,7 @@ from spangrad.tracer.current import reward as rollout_reward
 from spangrad.tracer.exporter import Periodically
 from spangrad.tracer.runtime import Runtime, active
 from spangrad.tracer.steps import current_config
-from spangrad.tracer.structure.place import MARKS, Marks, Scope, current_run, parent_of, run
+from spangrad.tracer.structure.place import MARKS, Marks, Scope, current_run, is_same, parent_of, run
 from spangrad.tracer.structure.spans import OpenSpan, begin_span
 from spangrad.tracer.structure.wrapping import NO_RESULT, arguments_of, wrap
 
@@ -297,6 +297,8 @@ class _PurposeMark(Mark):
 def _mark(kind: type[Mark], function: Any) -> Any:
     if function is None or isinstance(function, str):
         return kind(function)
+    if isinstance(function, staticmethod | classmethod):
+        return type(function)(_mark(kind, function.__func__))
     if not inspect.isroutine(function) and not inspect.isfunction(getattr(function, "func", None)):
         is_langchain = any(base.__module__.startswith("langchain_core.") for base in type(function).__mro__)
         if is_langchain or not callable(function):
@@ -313,17 +315,20 @@ def reward(value: float, *, name: str = "reward", explanation: str | None = None
     """
     marks = MARKS.get()
     scope = marks.scope.within if marks is not None and marks.scope is not None else None
-    if scope is None or scope.rollout is None or scope.rollout is not current_rollout():
+    if scope is None or scope.rollout is None or not is_same(scope.rollout, current_rollout()):
         rollout_reward(value, name=name, explanation=explanation)
         return
+    step_name, span = scope.step.get(c.STEP_NAME), scope.span
     try:
         attributes = reward_attributes(value, name, explanation)
-        if scope.span.is_open:
-            scope.span.events.append(Event(c.REWARD_EVENT, attributes))
+        if span is not None and span.is_open:
+            span.events.append(Event(c.REWARD_EVENT, attributes))
         else:
-            logger.warning("reward %r of step %r was not recorded: the step is over", value, scope.span.name)
+            logger.warning(
+                "reward %r was not recorded: step %r is over, or another process's", value, step_name
+            )
     except Exception:  # the boundary: the agent must run
-        logger.warning("reward %r of step %r was not recorded", value, scope.span.name, exc_info=True)
+        logger.warning("reward %r of step %r was not recorded", value, step_name, exc_info=True)
 
 
 def _scope(runtime: Runtime, role: Role, name: str, attributes: dict[str, Any]) -> "_Marked":
@@ -332,7 +337,7 @@ def _scope(runtime: Runtime, role: Role, name: str, attributes: dict[str, Any]) 
     run_id = current_run(current_config())
     parent, step = parent_of(rollout, run_id, outer)
     around = outer.scope if outer is not None else None
-    if around is not None and around.rollout is not rollout:
+    if around is not None and not is_same(around.rollout, rollout):
         around = None
     counter = itertools.count() if around is None else around.counter
     if role == "step":
@@ -343,7 +348,7 @@ def _scope(runtime: Runtime, role: Role, name: str, attributes: dict[str, Any]) 
         attributes |= rollout_attributes(rollout)
     label = f"{c.EXECUTE_TOOL} {name}" if role == "tool" else name
     span = begin_span(runtime, label, parent, attributes)
-    scope = Scope(span, rollout, run_id, step, counter)
+    scope = Scope(span.context, rollout, run_id, step, counter, span)
     scope.within = scope if role == "step" else around and around.within
     return _Marked((outer or Marks())._replace(scope=scope, outer=outer), span, is_tool=role == "tool")
 

@@ -11,6 +11,7 @@ Invariants:
 """
 
 import itertools
+import json
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from uuid import UUID
 from opentelemetry.trace import SpanContext
 
 from spangrad.tracer import conventions as c
-from spangrad.tracer.current import Rollout
+from spangrad.tracer.current import Rollout, current_rollout
+from spangrad.tracer.propagation import parse_traceparent, traceparent
 from spangrad.tracer.steps import current_config, run_of, step_of
 from spangrad.tracer.structure.spans import OpenSpan
 
@@ -31,7 +33,7 @@ MAX_RUNS = 16_384
 class Scope:
     """A step or tool in progress."""
 
-    span: OpenSpan
+    context: SpanContext
     rollout: Rollout | None
     run_id: UUID | None
     """The LangChain run whose code it is in."""
@@ -39,6 +41,8 @@ class Scope:
     """Attributes that name the step."""
     counter: "itertools.count[int]" = field(default_factory=itertools.count)
     """Numbers the steps below it, where there is no rollout to do so."""
+    span: OpenSpan | None = None
+    """None in a process that has got the scope from another one."""
     within: "Scope | None" = None
     """The innermost step: itself, or the one around a tool."""
 
@@ -72,8 +76,8 @@ class Run:
     """Attributes that name the step that it is in."""
     metadata: Any = None
     span: OpenSpan | None = None
-    retrievals: list[UUID] | None = None
-    """Retrievals below it; LangChain does not end those that are cancelled."""
+    retrievals: dict[UUID, None] = field(default_factory=dict)
+    """Retrievals in progress below it; LangChain does not end those that are cancelled."""
 
 
 MARKS: ContextVar[Marks | None] = ContextVar("spangrad_marks", default=None)
@@ -82,6 +86,15 @@ RETRIEVAL: ContextVar[UUID | None] = ContextVar("spangrad_retrieval", default=No
 it is in progress, and for code of the run that began it."""
 
 _runs: dict[UUID, Run] = {}
+
+
+def is_same(one: Rollout | None, other: Rollout | None) -> bool:
+    """Whether both are the same attempt of a rollout, or none."""
+    if one is other:
+        return True
+    if one is None or other is None:
+        return False
+    return (one.rollout_id, one.attempt) == (other.rollout_id, other.attempt)
 
 
 def run(run_id: UUID | None) -> Run | None:
@@ -121,15 +134,15 @@ def parent_of(
 ) -> tuple[SpanContext | None, dict[str, Any]]:
     """The innermost span around code of this run under these marks, and the attributes of its step."""
     scope = marks.scope if marks is not None else None
-    if scope is not None and scope.rollout is not rollout:
+    if scope is not None and not is_same(scope.rollout, rollout):
         scope = None
     if scope is not None and scope.run_id == run_id:
-        return scope.span.context, scope.step
+        return scope.context, scope.step
     found = run(run_id)
-    if found is not None and found.rollout is rollout:
+    if found is not None and is_same(found.rollout, rollout):
         return found.anchor, found.step
     if scope is not None:
-        return scope.span.context, scope.step
+        return scope.context, scope.step
     return (rollout.context if rollout is not None else None), {}
 
 
@@ -141,8 +154,58 @@ def place_of_call(rollout: Rollout | None) -> tuple[SpanContext | None, dict[str
     parent, step = parent_of(rollout, current_run(config), marks)
     attributes.update(step)
     if marks is not None:
-        if marks.state is not None and marks.state_rollout is rollout:
+        if marks.state is not None and is_same(marks.state_rollout, rollout):
             attributes[c.STATE_KEY] = marks.state
         if marks.purpose is not None:
             attributes[c.PURPOSE] = marks.purpose
     return parent, attributes
+
+
+def marks_here() -> Marks | None:
+    """The marks for a thread or process that begins here and does not get LangChain's config.
+
+    What it does is below the node or tool that begins it, though no mark of ours says so.
+    """
+    marks, run_id = MARKS.get(), current_run(current_config())
+    scope = marks.scope if marks is not None else None
+    found = run(run_id)
+    if found is None or found.anchor is None or (scope is not None and scope.run_id == run_id):
+        return marks
+    rollout = current_rollout()
+    if not is_same(found.rollout, rollout):
+        return marks
+    within = scope.within if scope is not None and is_same(scope.rollout, rollout) else None
+    return (marks or Marks())._replace(scope=Scope(found.anchor, rollout, None, found.step, within=within))
+
+
+def pack_marks(marks: Marks) -> str | None:
+    """The marks for another process, whose calls are below the same step or tool."""
+    scope, rollout = marks.scope, marks.state_rollout
+    packed: dict[str, Any] = {"purpose": marks.purpose, "state": marks.state}
+    if rollout is not None:
+        packed["state_rollout"] = [rollout.rollout_id, rollout.attempt]
+    if scope is not None:
+        packed["parent"] = traceparent(scope.context)
+        packed["step"] = scope.step
+        if scope.rollout is not None:
+            packed["rollout"] = [scope.rollout.rollout_id, scope.rollout.attempt]
+    return json.dumps(packed)
+
+
+def unpack_marks(text: str) -> Marks | None:
+    """Undo `pack_marks`; None if `text` is not of its making."""
+    try:
+        packed = json.loads(text)
+        context = parse_traceparent(packed.get("parent", ""))
+        scope = None
+        if context is not None:
+            scope = Scope(context, _named_rollout(packed.get("rollout")), None, dict(packed["step"]))
+            scope.within = scope
+        state_rollout = _named_rollout(packed.get("state_rollout"))
+        return Marks(scope, packed["state"], state_rollout, packed["purpose"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _named_rollout(named: Any) -> Rollout | None:
+    return None if named is None else Rollout(str(named[0]), int(named[1]), None, None)

@@ -52,8 +52,8 @@ class OpenSpan:
 
     @property
     def is_open(self) -> bool:
-        """Whether something can still be added."""
-        return self in _open
+        """Whether something can still be added, here."""
+        return self in _open and self.process == os.getpid()
 
     def set_json(self, name: str, value: Any) -> None:
         """Set an attribute to the JSON of `value`; what was cut is named in `spangrad.dropped`."""
