@@ -16,10 +16,11 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableConfig, RunnableLambda, RunnableParallel
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import MemorySaver
+from langgraph.func import entrypoint, task
 from langgraph.graph import END, START, StateGraph
 from langgraph.graph.message import add_messages
 from langgraph.prebuilt import ToolNode
-from langgraph.types import Command, interrupt
+from langgraph.types import Command, Send, interrupt
 
 import spangrad
 from spangrad.tracer import conventions as c
@@ -142,6 +143,31 @@ def test_parallel_branches_and_links_of_chains_belong_to_their_node(
         graph.compile().invoke({"notes": []})
     nodes = [(name, ["chat", "chat"]) for name in "abc"]
     assert tree(recorded()) == [("rollout", [("invoke_agent LangGraph", nodes)])]
+
+
+def test_tasks_of_the_functional_api_and_sent_nodes_are_steps(model: ModelServer, recorded: Finish) -> None:
+    chat = chat_model(model)
+
+    @task
+    def look(word: str) -> str:
+        return str(chat.invoke(f"{word} please").content)
+
+    @entrypoint()
+    def flow(words: list[str]) -> list[str]:
+        return [found.result() for found in [look(word) for word in words]]
+
+    graph = StateGraph(Notes)
+    graph.add_node("plan", lambda state: {"notes": []})
+    graph.add_node("work", asking(model))
+    graph.add_edge(START, "plan")
+    graph.add_conditional_edges("plan", lambda _: [Send("work", {"notes": []})] * 2, ["work"])
+    assert flow.invoke(["Left", "Right"]) == ["You said Left.", "You said Right."]
+    graph.compile().invoke({"notes": []})
+    found = recorded()
+    looks = [("invoke_agent LangGraph", [("flow", [("look", ["chat"])] * 2)])]
+    works = [("invoke_agent LangGraph", ["plan", ("work", ["chat"]), ("work", ["chat"])])]
+    assert tree(found) == works + looks
+    assert {call[c.STEP_NAME] for call in calls(found)} == {"look", "work"}
 
 
 def test_a_chain_outside_of_a_graph_has_no_span(model: ModelServer, recorded: Finish) -> None:

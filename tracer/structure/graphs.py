@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _HOOKS_MODULE = "langchain_core.tracers.context"
 _NODE_TAG = "graph:step:"
+_NAMESPACE = "langgraph_checkpoint_ns"
 _HIDDEN_TAG = "langsmith:hidden"
 _DEFAULT_NAME = "LangGraph"
 _AGENT_NAMES = frozenset({"AgentExecutor"})
@@ -176,11 +177,11 @@ def _start_span(
 def _chain_start(runtime: Runtime, run_id: UUID, parent_id: UUID | None, more: dict[str, Any]) -> None:
     name = str(more.get("name") or "")
     metadata = more.get("metadata")
+    parent = run(parent_id)
     is_node, is_hidden = _tags(more.get("tags"))
-    if is_node:
-        parent = run(parent_id)
-        if parent is not None and parent.span is None:
-            _is_agent(runtime, parent)
+    is_node = is_node or _is_task(name, metadata, parent)
+    if is_node and parent is not None and parent.span is None:
+        _is_agent(runtime, parent)
     new = _begin(run_id, parent_id, name, metadata)
     if is_node and not is_hidden:
         new.step = named(metadata, STEP) or new.step
@@ -198,6 +199,15 @@ def _tags(tags: Any) -> tuple[bool, bool]:
         elif isinstance(tag, str) and tag.startswith(_NODE_TAG):
             is_node = True
     return is_node, is_hidden
+
+
+def _is_task(name: str, metadata: Any, parent: Run | None) -> bool:
+    """Whether it is a task of LangGraph's functional API: it has no tag, but a namespace of its own."""
+    if parent is None or not isinstance(metadata, Mapping) or metadata.get("langgraph_node") != name:
+        return False
+    above = parent.metadata if isinstance(parent.metadata, Mapping) else {}
+    own = metadata.get(_NAMESPACE)
+    return isinstance(own, str) and own != above.get(_NAMESPACE)
 
 
 def _is_agent(runtime: Runtime, found: Run) -> None:
