@@ -156,13 +156,19 @@ def test_an_attempt_beyond_belief_is_refused_and_leaves_the_gateway_alone(
 @pytest.mark.parametrize("flags", ["00", "01"])
 def test_the_span_is_a_child_of_the_callers_and_the_engines_parent(gateway: Setup, flags: str) -> None:
     parent = f"00-{'a' * 32}-{'b' * 16}-{flags}"
-    headers = {"traceparent": parent, names.HEADER_STEP: "draft", names.HEADER_PURPOSE: "agent"}
+    headers = {
+        "traceparent": parent,
+        names.HEADER_STEP: "draft",
+        names.HEADER_PURPOSE: "agent",
+        names.HEADER_STATE: "page 3",
+    }
     httpx.post(f"{gateway.url}/v1/chat/completions", json=body("a"), headers=headers).raise_for_status()
     (span,) = gateway.spans()
     assert span.context is not None and span.parent is not None and span.attributes is not None
     assert f"{span.context.trace_id:032x}" == "a" * 32
     assert f"{span.parent.span_id:016x}" == "b" * 16
     assert span.attributes[names.STEP_NAME] == "draft" and span.attributes[names.PURPOSE] == "agent"
+    assert span.attributes[names.STATE_KEY] == "page 3"
     assert f"-{span.context.span_id:016x}-" in gateway.engine.headers[0]["traceparent"]
     assert span.instrumentation_scope is not None and span.instrumentation_scope.name == names.SCOPE_GATEWAY
 

@@ -161,10 +161,12 @@ def test_what_a_tool_gets_and_gives_is_cut_and_never_touched(recorded: Finish) -
     endless: list[Any] = [1]
     endless.append(endless)
     assert odd(endless, "\udc80") is endless
-    first, second = recorded()
+    assert len(odd("y" * 70_000, "z" * 70_000)) == 70_000
+    first, second, third = recorded()
     assert len(first[c.TOOL_ARGUMENTS]) < 70_000
     assert first.json(c.TOOL_RESULT).endswith("Hostile>")
     assert first.json(c.DROPPED) == {c.TOOL_ARGUMENTS: "cut: it is too long"}
+    assert set(third.json(c.DROPPED)) == {c.TOOL_ARGUMENTS, c.TOOL_RESULT}
     assert second.json(c.TOOL_ARGUMENTS)["second"] == "\udc80"
 
 

@@ -470,6 +470,8 @@ def test_a_tool_that_langchain_and_we_know_is_one_span(model: ModelServer, recor
     def again(query: str) -> str:
         return query
 
+    mark: Any = spangrad.tool
+    assert mark(search) is search
     assert search.invoke({"query": "whales"}) == "whales"
     assert tree(recorded()) == [("execute_tool search", ["chat", "execute_tool again"])]
 

@@ -299,7 +299,7 @@ def _mark(kind: type[Mark], function: Any) -> Any:
         return kind(function)
     if isinstance(function, staticmethod | classmethod):
         return type(function)(_mark(kind, function.__func__))
-    if not inspect.isroutine(function) and not inspect.isfunction(getattr(function, "func", None)):
+    if not inspect.isroutine(function):
         is_langchain = any(base.__module__.startswith("langchain_core.") for base in type(function).__mro__)
         if is_langchain or not callable(function):
             return function  # its own tracing, or nothing that can be called

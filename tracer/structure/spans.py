@@ -24,7 +24,6 @@ from spangrad.tracer.structure.json_text import json_text
 MAX_OPEN = 16_384
 """Spans that may be open at once in a process."""
 _MESSAGE_CHARS = 500
-_LEFT_OPEN = json_text({"end": "it was still open"})[0]
 
 _open: dict["OpenSpan", None] = {}
 """Spans in progress, oldest first. Each is in here until it ends: whoever takes it out ends it."""
@@ -44,6 +43,8 @@ class OpenSpan:
     end_ns: int = 0
     status: Status | None = None
     events: list[Event] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)
+    """What is not as it was, and why."""
 
     @property
     def size_bytes(self) -> int:
@@ -59,7 +60,7 @@ class OpenSpan:
         """Set an attribute to the JSON of `value`; what was cut is named in `spangrad.dropped`."""
         self.attributes[name], is_cut = json_text(value)
         if is_cut:
-            self.attributes[c.DROPPED] = json_text({name: "cut: it is too long"})[0]
+            self.dropped[name] = "cut: it is too long"
 
     def end(self, error: BaseException | None = None) -> None:
         """End it, for the first time only; an error gives it the status ERROR."""
@@ -77,6 +78,8 @@ class OpenSpan:
             else:
                 self.attributes[c.ERROR_TYPE] = type_name(error)
                 self.status = Status(StatusCode.ERROR, _message(error))
+        if self.dropped:
+            self.attributes[c.DROPPED] = json_text(self.dropped)[0]
         self.runtime.worker.put(self)
 
     def readable(self, resource: Resource, scope: InstrumentationScope) -> ReadableSpan:
@@ -145,8 +148,9 @@ def _end_oldest() -> None:
 
 def _end_as_it_is(span: OpenSpan) -> None:
     if _take(span):  # a copy, to which its owner adds nothing any more
-        attributes = span.attributes | {c.DROPPED: _LEFT_OPEN}
-        replace(span, attributes=attributes, events=list(span.events)).finish(None)
+        dropped = span.dropped | {"end": "it was still open"}
+        copy = replace(span, attributes=dict(span.attributes), events=list(span.events), dropped=dropped)
+        copy.finish(None)
 
 
 def _message(error: BaseException) -> str | None:
