@@ -16,7 +16,7 @@ from typing import Any
 
 from spangrad.adapters.dialects import NO_DIALECT, READERS, recognise
 from spangrad.adapters.grading import grade
-from spangrad.adapters.merging import cluster, merge
+from spangrad.adapters.merging import cluster, mark_repeated, merge
 from spangrad.adapters.model_call import ModelCall
 from spangrad.adapters.purpose import purpose_of
 from spangrad.adapters.reading import Reading, text, whole_number
@@ -30,7 +30,9 @@ def calls_from_spans(spans: Iterable[Span]) -> list[ModelCall]:
     by_id = {(span.trace_id, span.span_id): span for span in spans}
     readings = [_with_context(_read(span), by_id) for span in by_id.values() if _is_readable(span)]
     parents = {key: span.parent_span_id for key, span in by_id.items()}
-    calls = [_call(merge(group), group) for group in cluster(readings, parents)]
+    groups = cluster(readings, parents)
+    merged = mark_repeated([merge(group) for group in groups])
+    calls = [_call(reading, group) for reading, group in zip(merged, groups, strict=True)]
     return sorted(calls, key=lambda call: (call.start_ns, call.call_id))
 
 

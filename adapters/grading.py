@@ -10,15 +10,20 @@ from collections.abc import Collection, Iterator
 from typing import Any, Final
 
 from spangrad.adapters.messages import NO_CHAT_FORM
-from spangrad.adapters.model_call import Choice, Grade
+from spangrad.adapters.model_call import Choice, Grade, Purpose
 from spangrad.adapters.reading import Reading
 
 MISSING_LOGPROB: Final = -9999.0
 """What vLLM reports for a token that has no logprob."""
-FAILED_FINISHES: Final = frozenset({"error", "abort", "cancelled", "content_filter"})
+FAILED_FINISHES: Final = frozenset(
+    {"error", "abort", "cancelled", "content_filter", "failed", "incomplete", "queued", "in_progress"}
+)
 """Finish reasons of replies that are not what the policy sampled. `length` is not among them: a
 reply cut by its token limit was still sampled exactly."""
 LEFT_EARLY: Final = "stream was left early"
+FROM_CACHE: Final = "the reply came out of a cache: nothing was sampled"
+EMBEDDED: Final = "an embedding: nothing was sampled"
+"""The only reason of a call that has nothing to train and is none the worse for it."""
 
 ORDER: Final = (Grade.EXACT, Grade.IDS, Grade.TEXT, Grade.UNUSABLE)
 """Best first."""
@@ -41,6 +46,8 @@ def reason_kind(reason: str) -> str:
 
 def grade(reading: Reading) -> tuple[Grade, tuple[str, ...]]:
     """Grade a reading. The reasons say why it is not better; none for `exact`."""
+    if reading.purpose is Purpose.EMBEDDING and reading.error is None and not reading.choices:
+        return Grade.UNUSABLE, (EMBEDDED,)
     if fatal := tuple(_unusable(reading)):
         return Grade.UNUSABLE, fatal
     if no_ids := tuple(_without_ids(reading)):
@@ -58,6 +65,10 @@ def _unusable(reading: Reading) -> Iterator[str]:
     if reading.is_stream_complete is False:
         yield LEFT_EARLY
     yield from reading.faults
+    if reading.is_cached:
+        yield FROM_CACHE
+    for name in reading.redacted:
+        yield f"text was redacted: {name}"
     if not reading.choices:
         if reading.error is None:
             yield "no output was recorded"
@@ -85,6 +96,7 @@ def _without_ids(reading: Reading) -> Iterator[str]:
 def _without_text(reading: Reading) -> Iterator[str]:
     if not reading.messages:
         yield "no input messages were recorded"
+    yield from reading.text_losses
     yield from (note for note in reading.notes if note.startswith(NO_CHAT_FORM))
     for index, choice in enumerate(reading.choices):
         if not any(choice.message.get(key) for key in ("content", "tool_calls", "reasoning")):

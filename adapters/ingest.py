@@ -22,6 +22,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from spangrad.adapters.calls import calls_from_spans, record_calls
 from spangrad.adapters.dialects import NO_DIALECT, recognise
 from spangrad.adapters.grading import reason_kind
+from spangrad.adapters.model_call import Purpose
 from spangrad.adapters.otlp_files import Broken, Skipped, messages
 from spangrad.store.base import Store
 
@@ -46,6 +47,8 @@ class IngestReport:
     traces: int = 0
     calls: int = 0
     """Model calls in these traces, those in an unknown dialect not included."""
+    embeddings: int = 0
+    """Calls that made embeddings. They have no grade to speak of, and count nowhere else."""
     by_scope: Mapping[str, int] = field(default_factory=dict)
     """Spans by instrumentation scope: which libraries recorded them."""
     by_dialect: Mapping[str, int] = field(default_factory=dict)
@@ -146,7 +149,9 @@ def _grade(store: Store, traces: Sequence[str], report: IngestReport) -> None:
         dialects[NO_DIALECT] += sum(recognise(span) == NO_DIALECT for span in spans)
         calls = calls_from_spans(spans)
         record_calls(store, calls)
-        for call in calls:
+        sampled = [call for call in calls if call.purpose is not Purpose.EMBEDDING]
+        report.embeddings += len(calls) - len(sampled)
+        for call in sampled:
             dialects[call.dialect] += 1
             grades[str(call.grade)] += 1
             reasons.update({reason_kind(reason) for reason in call.grade_reasons})

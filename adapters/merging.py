@@ -9,7 +9,8 @@ Invariants:
 * an HTTP retry below the SDK (several gateway spans under one client span) is one
   call: the attempt whose reply the client got;
 * a reply that the client never read is a call of its own, and unusable;
-* faults and notes follow the span whose content is used.
+* faults and notes follow the span whose content is used;
+* what one account was redacted in is not trained, though another has it in clear.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from spangrad.adapters.reading import Reading
 T = TypeVar("T")
 
 NEVER_READ: Final = "the agent never read this reply"
+SERVED_BEFORE: Final = "the same reply was served before: nothing was sampled"
 
 Parents = Mapping[tuple[str, str], str | None]
 """(trace_id, span_id) -> parent span id, of every span."""
@@ -80,6 +82,37 @@ def merge(group: Sequence[Reading]) -> Reading:
         error=_first(*(r.error for r in told)),
         is_stream_complete=_both(*(r.is_stream_complete for r in told)),
         is_constrained=any(r.is_constrained for r in told),
+        redacted=tuple(dict.fromkeys(name for r in told for name in r.redacted)),
+        is_cached=any(r.is_cached for r in told),
+    )
+
+
+def mark_repeated(readings: Sequence[Reading]) -> list[Reading]:
+    """Fault every reading that is the reply of an earlier one once more, in the order given.
+
+    A cache without a mark serves the same response id, request and reply to the same rollout. Equal ids alone
+    prove nothing: some servers number anew after every start.
+    """
+    marked = {id(reading): reading for reading in readings}
+    seen: dict[tuple[str | None, int | None, str], list[Reading]] = {}
+    for reading in sorted(readings, key=lambda r: (r.span.start_ns, r.span.span_id)):
+        if reading.response_id is None or not reading.choices or reading.error is not None:
+            continue
+        place = reading.rollout_id or reading.span.trace_id
+        earlier = seen.setdefault((place, reading.attempt, reading.response_id), [])
+        if any(_is_repeated(reading, first) for first in earlier):
+            marked[id(reading)] = replace(reading, faults=(*reading.faults, SERVED_BEFORE))
+        else:
+            earlier.append(reading)
+    return [marked[id(reading)] for reading in readings]
+
+
+def _is_repeated(reading: Reading, first: Reading) -> bool:
+    return (
+        first.span.end_ns <= reading.span.start_ns
+        and first.messages == reading.messages
+        and first.prompt_token_ids == reading.prompt_token_ids
+        and first.choices == reading.choices
     )
 
 

@@ -20,6 +20,12 @@ ARGUMENTS_RESERIALISED: Final = "arguments were re-serialised"
 RESULTS_RESERIALISED: Final = "tool results were re-serialised"
 NO_CHAT_FORM: Final = "a part has no chat form"
 """Beginning of a note: a chat template can't render this message."""
+REASONING_HIDDEN: Final = "what was thought is not known"
+HIDDEN_REASONING: Final = {
+    "reasoning_summary": "the server gave a summary",
+    "reasoning_encrypted": "the server gave it encrypted",
+}
+"""Types of parts that stand for reasoning and are left out of a chat message."""
 REASONING_TYPES: Final = ("reasoning", "thinking")
 PLACED: Final = frozenset({"role", "parts", "name", "finish_reason"})
 """Keys of a recorded message that have a place; others stay on the message."""
@@ -96,6 +102,8 @@ def _plain_message(
         kind = part.get("type")
         if kind == "tool_call":
             tool_calls.append(_tool_call(part, notes))
+        elif kind in HIDDEN_REASONING:
+            _note(notes, f"{REASONING_HIDDEN}: {HIDDEN_REASONING[kind]}")
         elif kind in REASONING_TYPES:
             reasoning.append(str(part.get("content") or ""))
         elif kind == "refusal":
@@ -132,7 +140,7 @@ def _content(part: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
             return {"type": "text", "text": part["content"]}
         case "uri" if part.get("modality") == "image":
             return {"type": "image_url", "image_url": {"url": part.get("uri")}}
-        case "blob" if part.get("modality") == "image":
+        case "blob" if part.get("modality") == "image" and isinstance(part.get("content"), str):
             url = f"data:{part.get('mime_type')};base64,{part.get('content')}"
             return {"type": "image_url", "image_url": {"url": url}}
         case kind:

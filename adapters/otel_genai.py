@@ -11,11 +11,13 @@ Invariants:
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from spangrad.adapters.messages import chat_messages, chat_tools, system_messages
 from spangrad.adapters.model_call import Choice, Purpose
 from spangrad.adapters.reading import Reading, text, whole_number
+from spangrad.adapters.scrubbing import scrubbed
 from spangrad.errors import DialectError
 from spangrad.store.records import Span
 from spangrad.tracer import conventions as c
@@ -24,7 +26,8 @@ T = TypeVar("T")
 
 DIALECT_OTEL: Final = "otel_genai"
 DIALECT_SPANGRAD: Final = "spangrad"
-CALL_OPERATIONS: Final = frozenset({"chat", "text_completion", "generate_content"})
+EMBEDDINGS: Final = "embeddings"
+CALL_OPERATIONS: Final = frozenset({"chat", "text_completion", "generate_content", EMBEDDINGS})
 
 SYSTEM_INSTRUCTIONS: Final = "gen_ai.system_instructions"
 TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
@@ -47,7 +50,20 @@ TOKEN_DATA: Final = (
     "policy_versions",
 )
 """What may be dropped from a span without harm to its text."""
-FINISH_REASONS: Final = {"tool_call": "tool_calls", "": None}
+TEXT_DATA: Final = ("media", "earlier_turns")
+"""What may be missing from a span without harm to its ids."""
+FINISH_REASONS: Final = {
+    "": None,
+    "tool_call": "tool_calls",
+    "completed": "stop",  # Responses API
+    "max_output_tokens": "length",
+    "end_turn": "stop",  # Anthropic
+    "stop_sequence": "stop",
+    "tool_use": "tool_calls",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+    "refusal": "content_filter",
+}
 """Other spellings -> OpenAI's."""
 
 
@@ -56,14 +72,18 @@ def read(span: Span) -> Reading:
     attributes = span.attributes
     decoder = _Decoder(span)
     choices = _choices(attributes, decoder)
-    lost_content, lost_tokens = _losses(span, decoder)
+    messages = _messages(attributes, decoder)
+    losses = _losses(span, decoder)
+    if not is_spangrad(span):
+        losses.content += scrubbed(messages, "message")
+        losses.content += scrubbed([choice.message for choice in choices], "choice")
     return Reading(
         span=span,
         dialect=DIALECT_SPANGRAD if is_spangrad(span) else DIALECT_OTEL,
         is_gateway=span.scope == c.SCOPE_GATEWAY,
         model=text(attributes, c.REQUEST_MODEL) or text(attributes, c.RESPONSE_MODEL),
         response_id=text(attributes, c.RESPONSE_ID),
-        messages=_messages(attributes, decoder),
+        messages=messages,
         tools=decoder.convert(c.TOOL_DEFINITIONS, chat_tools) or (),
         sampling=_sampling(attributes, decoder),
         choices=choices,
@@ -84,9 +104,12 @@ def read(span: Span) -> Reading:
         else bool(attributes[c.STREAM_COMPLETE]),
         logprobs_mode=text(attributes, c.LOGPROBS_MODE),
         is_constrained=bool(attributes.get(c.CONSTRAINED)),
-        faults=(*decoder.faults, *lost_content),
+        faults=(*decoder.faults, *losses.content),
         notes=tuple(decoder.notes),
-        token_losses=tuple(lost_tokens),
+        token_losses=tuple(losses.tokens),
+        text_losses=tuple(losses.text),
+        redacted=_redacted(decoder),
+        is_cached=attributes.get(c.CACHED) is True,
     )
 
 
@@ -203,7 +226,7 @@ def _sampling(attributes: Mapping[str, Any], decoder: _Decoder) -> dict[str, Any
 def _purpose(attributes: Mapping[str, Any]) -> Purpose | None:
     value = text(attributes, c.PURPOSE)
     if value is None:
-        return None
+        return Purpose.EMBEDDING if attributes.get(c.OPERATION_NAME) == EMBEDDINGS else None
     return Purpose(value) if value in set(Purpose) else Purpose.OTHER
 
 
@@ -213,7 +236,13 @@ def _policy(attributes: Mapping[str, Any]) -> bool | None:
 
 
 def _usage(attributes: Mapping[str, Any]) -> dict[str, int]:
-    names = {"input_tokens": c.INPUT_TOKENS, "output_tokens": c.OUTPUT_TOKENS}
+    names = {
+        "input_tokens": c.INPUT_TOKENS,
+        "output_tokens": c.OUTPUT_TOKENS,
+        "cache_read_tokens": c.CACHE_READ_TOKENS,
+        "cache_creation_tokens": c.CACHE_CREATION_TOKENS,
+        "reasoning_tokens": c.REASONING_TOKENS,
+    }
     counts = {key: whole_number(attributes, name) for key, name in names.items()}
     return {key: count for key, count in counts.items() if count is not None}
 
@@ -225,17 +254,41 @@ def _error(span: Span) -> str | None:
     return ": ".join(str(text) for text in (kind, span.status_message) if text) or "error"
 
 
-def _losses(span: Span, decoder: _Decoder) -> tuple[list[str], list[str]]:
-    """(losses that spoil the content, losses of token data that only explain the grade)."""
-    content: list[str] = []
-    tokens: list[str] = []
+@dataclass(slots=True)
+class _Losses:
+    content: list[str] = field(default_factory=list)
+    """They spoil everything."""
+    tokens: list[str] = field(default_factory=list)
+    """Of token data: they only explain the grade."""
+    text: list[str] = field(default_factory=list)
+    """Of text: they matter where there are no ids."""
+
+
+def _losses(span: Span, decoder: _Decoder) -> _Losses:
+    losses = _Losses()
     if span.dropped_attributes > 0:
-        content.append(f"attributes were dropped: {span.dropped_attributes} of them, by a limit of the SDK")
+        count = span.dropped_attributes
+        losses.content.append(f"attributes were dropped: {count} of them, by a limit of the SDK")
     dropped = decoder.json(c.DROPPED)
     if isinstance(dropped, Mapping):
         for name, reason in dropped.items():
-            kind = tokens if name.removeprefix("spangrad.").startswith(TOKEN_DATA) else content
-            kind.append(f"{name} was dropped: {reason}")
+            if name in TEXT_DATA:
+                losses.text.append(str(reason))
+            elif name.removeprefix("spangrad.").startswith(TOKEN_DATA):
+                losses.tokens.append(f"{name} was dropped: {reason}")
+            else:
+                losses.content.append(f"{name} was dropped: {reason}")
     elif dropped:
-        content.append(f"content was dropped: {dropped}")
-    return content, tokens
+        losses.content.append(f"content was dropped: {dropped}")
+    return losses
+
+
+def _redacted(decoder: _Decoder) -> tuple[str, ...]:
+    """Names of the attributes that redaction changed, if they are of the request or the reply."""
+    names = decoder.json(c.REDACTED)
+    if isinstance(names, str):
+        names = [names]
+    if not isinstance(names, Sequence):
+        return ()
+    content = (c.INPUT_MESSAGES, c.OUTPUT_MESSAGES, c.REQUEST_EXTRA, SYSTEM_INSTRUCTIONS, c.TOOL_DEFINITIONS)
+    return tuple(name for name in names if name in content)

@@ -49,6 +49,12 @@ class Reading:
     """Why the text is not byte for byte what the model saw or wrote."""
     token_losses: Sequence[str] = ()
     """Why ids, logprobs or versions are not on the span, as its recorder tells."""
+    text_losses: Sequence[str] = ()
+    """Why the text is not all that the model saw, so that only ids can tell."""
+    redacted: Sequence[str] = ()
+    """Attributes out of which the recorder took text, of the request or the reply."""
+    is_cached: bool = False
+    """The reply came out of a cache."""
 
 
 def text(attributes: Mapping[str, Any], name: str) -> str | None:

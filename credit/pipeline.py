@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from spangrad.adapters.call_tree import build_tree
 from spangrad.adapters.calls import calls_of
-from spangrad.adapters.model_call import Grade, ModelCall
+from spangrad.adapters.model_call import Grade, ModelCall, Purpose
 from spangrad.credit.assign import CreditConfig, assign
 from spangrad.credit.rewards import DEFAULT_AUTHORS, RolloutRewards, by_rollout, rewards_of
 from spangrad.credit.transition import Transition
@@ -206,7 +206,8 @@ def _rows(
     refused: list[Refused],
 ) -> list[Transition]:
     """Rows of one rollout; every call that none of them trains is refused."""
-    rendered = [_rendered(call, render, refused) for call in calls]
+    sampled = [call for call in calls if call.purpose is not Purpose.EMBEDDING]
+    rendered = [_rendered(call, render, refused) for call in sampled]
     tree = build_tree([call for call in rendered if call is not None])
     acting: list[ModelCall] = []
     for call in {node.call.call_id: node.call for node in tree.nodes}.values():

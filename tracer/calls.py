@@ -10,12 +10,16 @@ Invariants:
 * A failed attempt (status 4xx or 5xx, or no response) is a span of its own with status ERROR and
   `error.type`; a later attempt of the same request says in `spangrad.http.retries` how many came before.
 * `spangrad.stream.complete` is False for a stream that was left early, cut or cancelled.
+* A reply that a cache says to have served is marked: nothing was sampled.
+* Of what a server or a gateway puts into headers nothing is recorded; keys that it repeats in an error are
+  blanked.
+* A span is at most `MAX_SPAN_BYTES` long: what makes it longer is left out and named.
 """
 
 import importlib
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +29,18 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
 from spangrad.tracer import conventions as c
-from spangrad.tracer.wire import chat, other
+from spangrad.tracer.redaction import secrets
+from spangrad.tracer.wire import chat
+from spangrad.tracer.wire.anthropic import assemble_messages, messages_request, messages_response
+from spangrad.tracer.wire.caching import is_served_by_cache
+from spangrad.tracer.wire.embeddings import embeddings_request, embeddings_response
+from spangrad.tracer.wire.responses import assemble_responses, responses_request, responses_response
 from spangrad.tracer.wire.streams import Assembled, assemble_chat
 
 MAX_RESPONSE_BYTES = 64 * 2**20
 """A longer response is passed on as ever, but not kept."""
+MAX_SPAN_BYTES = 32 * 2**20
+"""Half of what a hub takes in one request."""
 _MESSAGE_CHARS = 500
 
 
@@ -41,7 +52,7 @@ class RawCall:
     parent: SpanContext | None
     start_ns: int
     route: str
-    """Last part of the path: `chat/completions`, `completions`, `responses` or `messages`."""
+    """Last part of the path, one of `ROUTES`."""
     host: str
     port: int | None
     request_body: bytes | None
@@ -52,6 +63,8 @@ class RawCall:
     status_code: int | None = None
     content_type: str = ""
     content_encoding: str = ""
+    response_headers: Mapping[str, str] | None = None
+    """The client's own object; looked at for marks of caches, never recorded."""
     response: list[bytes] = field(default_factory=list)
     response_bytes: int = 0
     is_exhausted: bool = False
@@ -65,13 +78,20 @@ class RawCall:
         return len(self.request_body or b"") + self.response_bytes + 1000
 
 
+Request = Callable[[dict[str, Any], dict[str, str]], chat.Attributes]
+Response = Callable[[dict[str, Any], dict[str, str], dict[str, Any]], chat.Attributes]
+Assemble = Callable[[bytes, int], Assembled]
+
+
 @dataclass(frozen=True, slots=True)
 class _Route:
     operation: str
     provider: str
-    request: Callable[[dict[str, Any]], chat.Attributes]
-    response: Callable[[dict[str, Any], dict[str, str]], chat.Attributes]
-    assemble: Callable[[bytes, int], Assembled]
+    request: Request
+    response: Response
+    assemble: Assemble
+    content: frozenset[str] = frozenset()
+    """A JSON request with `model` and one of these fields is a model call; empty: anything is."""
 
 
 _ROUTES = {
@@ -79,25 +99,39 @@ _ROUTES = {
         "chat", "openai", chat.request_attributes, chat.response_attributes, assemble_chat
     ),
     "completions": _Route(
-        "text_completion", "openai", chat.request_attributes, chat.response_attributes, assemble_chat
+        "text_completion",
+        "openai",
+        chat.request_attributes,
+        chat.response_attributes,
+        assemble_chat,
+        frozenset({"prompt", "messages"}),
     ),
     "responses": _Route(
         "chat",
         "openai",
-        other.responses_request,
-        lambda body, _: other.responses_response(body),
-        lambda body, _: other.assemble_responses(body),
+        responses_request,
+        responses_response,
+        assemble_responses,
+        frozenset({"input", "prompt", "previous_response_id", "conversation"}),
     ),
     "messages": _Route(
         "chat",
         "anthropic",
-        other.messages_request,
-        lambda body, _: other.messages_response(body),
-        lambda body, _: other.assemble_messages(body),
+        messages_request,
+        messages_response,
+        assemble_messages,
+        frozenset({"messages"}),
+    ),
+    "embeddings": _Route(
+        "embeddings",
+        "openai",
+        embeddings_request,
+        embeddings_response,
+        assemble_chat,
+        frozenset({"input"}),
     ),
 }
 ROUTES = tuple(_ROUTES)
-_CONTENT = frozenset({"messages", "prompt", "input"})
 
 
 def span_of(call: RawCall, resource: Resource, scope: InstrumentationScope) -> ReadableSpan | None:
@@ -113,9 +147,12 @@ def span_of(call: RawCall, resource: Resource, scope: InstrumentationScope) -> R
     if call.port is not None:
         attributes["server.port"] = call.port
     request = _request(call, route, attributes, dropped)
-    if call.route != "chat/completions" and not ("model" in request and _CONTENT & request.keys()):
+    if route.content and not ("model" in request and route.content & request.keys()):
         return None
     status = _response(call, route, request, attributes, dropped)
+    if call.response_headers is not None and is_served_by_cache(list(call.response_headers.items())):
+        attributes[c.CACHED] = True
+    _shorten(attributes, dropped)
     if dropped:
         attributes[c.DROPPED] = chat.dumps(dropped)
     return ReadableSpan(
@@ -140,7 +177,7 @@ def _request(
         return {}
     try:
         request = json.loads(call.request_body)
-        attributes.update(route.request(request))
+        attributes.update(route.request(request, dropped))
     except Exception as error:  # foreign data: whatever it is, the span must come out
         dropped["request"] = f"can't be read: {type(error).__name__}: {error}"[:_MESSAGE_CHARS]
         return {}
@@ -159,7 +196,7 @@ def _response(
         return _failure(attributes, call.error_type or "no response", "")
     body = _body(call, dropped)
     if call.status_code >= 400:
-        message = body[:_MESSAGE_CHARS].decode("utf-8", "replace")
+        message = body[: 4 * _MESSAGE_CHARS].decode("utf-8", "replace")
         return _failure(attributes, str(call.status_code), message)
     streamed = call.content_type.startswith("text/event-stream")
     if not streamed and not call.is_exhausted:
@@ -171,7 +208,7 @@ def _response(
             else:
                 decoded = json.loads(body)
                 error = decoded.get("error") if isinstance(decoded.get("error"), dict) else None
-                attributes.update(route.response(decoded, dropped))
+                attributes.update(route.response(decoded, dropped, request))
         except Exception as problem:  # foreign data: whatever it is, the span must come out
             dropped["response"] = f"can't be read: {type(problem).__name__}: {problem}"[:_MESSAGE_CHARS]
         else:
@@ -193,15 +230,33 @@ def _streamed(
     dropped: dict[str, str],
 ) -> dict[str, Any] | None:
     count = request.get("n")
-    assembled = route.assemble(body, count if isinstance(count, int) and count > 0 else 1)
+    count = count if isinstance(count, int) and count > 0 else 1
+    assembled = route.assemble(body, count * chat.prompt_count(request))
     attributes[c.STREAM_COMPLETE] = assembled.is_complete
-    attributes.update(route.response(assembled.body, dropped))
+    if assembled.unreadable:
+        dropped["response"] = f"events that can't be read: {assembled.unreadable} of them"
+    attributes.update(route.response(assembled.body, dropped, request))
     return assembled.error
 
 
 def _failure(attributes: dict[str, Any], error_type: str, message: str) -> Status:
     attributes[c.ERROR_TYPE] = error_type
-    return Status(StatusCode.ERROR, message[:_MESSAGE_CHARS] or None)
+    return Status(StatusCode.ERROR, secrets(message)[:_MESSAGE_CHARS] or None)
+
+
+def _shorten(attributes: dict[str, Any], dropped: dict[str, str]) -> None:
+    """Leave out the longest attributes of a span that no hub would take."""
+    texts = {name: value for name, value in attributes.items() if isinstance(value, str | bytes)}
+    if 4 * sum(map(len, texts.values())) <= MAX_SPAN_BYTES:
+        return
+    sizes = {
+        name: len(value.encode("utf-8", "replace")) if isinstance(value, str) else len(value)
+        for name, value in texts.items()
+    }
+    while (total := sum(sizes.values())) > MAX_SPAN_BYTES:
+        longest = max(sizes, key=lambda name: sizes[name])
+        del attributes[longest]
+        dropped[longest] = f"too long: {sizes.pop(longest)} of {total} bytes; a span holds {MAX_SPAN_BYTES}"
 
 
 def _body(call: RawCall, dropped: dict[str, str]) -> bytes:

@@ -148,6 +148,7 @@ def _watch(call: "_Call", request: Any, response: Any, tee: type) -> Any:
         raw.status_code = response.status_code
         raw.content_type = response.headers.get("content-type", "")
         raw.content_encoding = response.headers.get("content-encoding", "")
+        raw.response_headers = response.headers
         response.stream = tee(response.stream, call)
     except Exception:
         _log_failure()

@@ -40,6 +40,10 @@ RESPONSE_MODEL: Final = "gen_ai.response.model"
 RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
 INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+CACHE_CREATION_TOKENS: Final = "gen_ai.usage.cache_creation.input_tokens"
+REASONING_TOKENS: Final = "gen_ai.usage.reasoning.output_tokens"
+EMBEDDING_DIMENSIONS: Final = "gen_ai.embeddings.dimension.count"
 INPUT_MESSAGES: Final = "gen_ai.input.messages"
 OUTPUT_MESSAGES: Final = "gen_ai.output.messages"
 TOOL_DEFINITIONS: Final = "gen_ai.tool.definitions"
@@ -78,6 +82,8 @@ STREAM_COMPLETE: Final = "spangrad.stream.complete"  # False: abandoned or cance
 DROPPED: Final = "spangrad.dropped"  # JSON: what was dropped from this span and why
 RETRIES: Final = "spangrad.http.retries"
 ENGINE: Final = "spangrad.engine"  # address of the engine that answered, as the gateway knows it
+CACHED: Final = "spangrad.call.cached"  # True: the reply came from a cache, nothing was sampled
+REDACTED: Final = "spangrad.redacted"  # JSON list: the places (attribute names) that redaction changed
 
 # On a rollout's root span; also the event `gen_ai.evaluation.result`
 REWARD_EVENT: Final = "gen_ai.evaluation.result"

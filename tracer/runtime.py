@@ -25,6 +25,7 @@ from spangrad.tracer import conventions as c
 from spangrad.tracer.calls import RawCall, span_of
 from spangrad.tracer.exporter import Exporter
 from spangrad.tracer.propagation import Destinations
+from spangrad.tracer.redaction import Rule, redacted_span
 from spangrad.tracer.worker import Worker
 
 _MANY = 2**20
@@ -84,6 +85,8 @@ class Runtime:
         """Make the provider and the worker; `worker.start()` and `activate` set it going."""
         self.target = target
         self.destinations = destinations
+        self.redact: Rule | None = None
+        """What every text goes through before it leaves the process."""
         self.worker: Worker[Captured] = Worker(exporter, self._finish)
         self._ids = RandomIds()
         self._scope = InstrumentationScope(c.SCOPE_TRACER, version)
@@ -124,10 +127,11 @@ class Runtime:
 
     def _finish(self, item: Captured) -> ReadableSpan | None:
         if isinstance(item, EndedSpan):
-            return item.span
+            return redacted_span(item.span, self.redact)
         if isinstance(item, RawCall):
-            return span_of(item, self._provider.resource, self._scope)
-        return item.readable(self._provider.resource, self._scope)
+            span = span_of(item, self._provider.resource, self._scope)
+            return span if span is None or self.redact is None else redacted_span(span, self.redact)
+        return redacted_span(item.readable(self._provider.resource, self._scope), self.redact)
 
 
 _active: Runtime | None = None

@@ -1,7 +1,7 @@
 """`spangrad.init()`, `flush()` and `shutdown()`: start and end recording in this process.
 
 Invariants:
-* `init` twice is `init` once.
+* `init` twice is `init` once, but for `redact`, which counts from then on.
 * What was captured reaches the hub or the disk when the interpreter exits (return, `sys.exit`, uncaught
   exception), on SIGTERM (unless the application handles it itself), and in children of
   `multiprocessing`. A call that is not over by then is recorded with what has come of its response;
@@ -27,6 +27,7 @@ from spangrad.errors import CaptureError
 from spangrad.tracer import capture, runtime
 from spangrad.tracer.exporter import Exporter, HubExporter, SpoolExporter
 from spangrad.tracer.propagation import Destinations
+from spangrad.tracer.redaction import Rule, rule_of
 from spangrad.tracer.structure import graphs
 from spangrad.tracer.structure.spans import end_open_spans
 
@@ -46,6 +47,7 @@ def init(
     service_name: str | None = None,
     propagate_to: Sequence[str] = (),
     spool_dir: str | os.PathLike[str] | None = None,
+    redact: bool | str | Rule | None = None,
 ) -> None:
     """Start to record this process's model calls.
 
@@ -57,18 +59,25 @@ def init(
         propagate_to: Hosts beyond loopback and private addresses that are told of traces and rollouts in
             request headers: a gateway's. `*.domain` names a domain and everything below.
         spool_dir: Where spans wait while a hub is down. Default: in `.spangrad/spool`.
+        redact: What every text goes through before it leaves the process: a function from text to text, the
+            name of a built-in rule (`secrets`, `emails`, `default`: both), or True for `default`. A call that
+            it changes trains nothing. Default: SPANGRAD_REDACT, else nothing.
 
     Raises:
-        ConfigError: `store` is a URL that can't be one of a hub.
+        ConfigError: `store` is a URL that can't be one of a hub, or `redact` is no rule.
         CaptureError: The tracer could not be set up.
     """
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         logger.info("OTEL_SDK_DISABLED is set: nothing is recorded")
         return
+    given = redact is not None
+    rule = rule_of(redact if given else os.environ.get("SPANGRAD_REDACT"))
     with _lock:
         target = resolve_target(store)
         current = runtime.active()
         if current is not None:
+            if given:  # `spangrad run` set the tracer up before the program could say this
+                current.redact = rule
             if store is not None and target != current.target:
                 logger.warning(
                     "spangrad.init(store=%r) ignored: spans already go to %r; call spangrad.shutdown() first",
@@ -78,7 +87,7 @@ def init(
             return
         exporter = make_exporter(target, key, spool_dir)
         try:
-            _start(target, exporter, service_name, propagate_to)
+            _start(target, exporter, service_name, propagate_to, rule)
         except Exception as error:
             raise CaptureError(f"the tracer could not be set up: {error}") from error
 
@@ -133,11 +142,14 @@ def make_exporter(
     return SpoolExporter(target)
 
 
-def _start(target: str, exporter: Exporter, service_name: str | None, hosts: Sequence[str]) -> None:
+def _start(
+    target: str, exporter: Exporter, service_name: str | None, hosts: Sequence[str], rule: Rule | None
+) -> None:
     from spangrad import __version__
 
     resource = Resource.create({SERVICE_NAME: service_name} if service_name else None)
     started = runtime.Runtime(target, exporter, resource, Destinations(hosts), __version__)
+    started.redact = rule
     started.worker.start()
     runtime.activate(started)
     capture.install()

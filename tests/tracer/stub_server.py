@@ -46,6 +46,7 @@ _BLOCKS: list[dict[str, Any]] = [
 ]
 _DELTAS: list[tuple[int, dict[str, Any]]] = [
     (0, {"type": "thinking_delta", "thinking": "Look it up."}),
+    (0, {"type": "signature_delta", "signature": "s"}),
     (1, {"type": "text_delta", "text": "One "}),
     (1, {"type": "text_delta", "text": "moment."}),
     (2, {"type": "input_json_delta", "partial_json": '{"city": '}),
@@ -218,13 +219,14 @@ def _completion(word: str, body: dict[str, Any]) -> dict[str, Any]:
         choice["logprobs"] = {"content": _logprob_items(words, 0)}
     if body.get("return_token_ids"):
         choice["token_ids"] = sampled_ids(words)
+    count = body.get("n") or 1
     response = {
         "id": f"chatcmpl-{word}",
         "object": "chat.completion",
         "created": 1,
         "model": body["model"],
-        "choices": [choice | {"index": index} for index in range(body.get("n") or 1)],
-        "usage": {"prompt_tokens": 4, "completion_tokens": 5, "total_tokens": 9},
+        "choices": [choice | {"index": index} for index in range(count)],
+        "usage": {"prompt_tokens": 4, "completion_tokens": 5 * count, "total_tokens": 4 + 5 * count},
     }
     if body.get("return_token_ids"):
         response["prompt_token_ids"] = PROMPT_IDS
@@ -287,6 +289,8 @@ class HubServer:
     refused: int = 0
     rejects: int = 0
     """Spans that it says, with 200, it rejects of every batch."""
+    max_bytes: int = 2**30
+    """A longer request is answered with 413, as collectors do."""
 
     def spans(self) -> list[Any]:
         return [
@@ -307,6 +311,9 @@ def _hub_handler(hub: HubServer) -> type[_Handler]:
             hub.keys.append(self.headers.get("authorization"))
             if self.path != "/v1/traces" or self.headers["content-type"] != "application/x-protobuf":
                 self.reply(404, b"")
+            elif len(body) > hub.max_bytes:
+                hub.refused += 1
+                self.reply(413, b"")
             elif hub.status == 200:
                 hub.requests.append(body)
                 partial = ExportTracePartialSuccess(rejected_spans=hub.rejects) if hub.rejects else None

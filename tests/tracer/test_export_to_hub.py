@@ -9,8 +9,12 @@ import pytest
 
 import spangrad
 from spangrad.errors import ConfigError
+from spangrad.store.file_store import FileStore
+from spangrad.store.hub import MAX_BODY_BYTES
 from spangrad.tracer import conventions as c
+from spangrad.tracer.calls import MAX_SPAN_BYTES
 from spangrad.tracer.exporter import HubExporter, SpoolExporter
+from spangrad.tracer.runtime import active
 from tests.store.building import new_trace, request, span
 from tests.tracer.recording import spans_of_request, spans_of_store
 from tests.tracer.stub_server import HubServer, ModelServer, hub_server
@@ -153,6 +157,39 @@ def test_large_calls_are_sent_in_several_requests(model: ModelServer, hub: HubSe
     assert spangrad.flush()
     assert len(prompts(hub)) == 4
     assert max(map(len, hub.requests)) < 5 * 2**20
+
+
+def test_a_span_that_a_receiver_finds_too_long_takes_no_other_with_it(
+    model: ModelServer, hub: HubServer
+) -> None:
+    hub.max_bytes = 4 * 2**20
+    spangrad.init(store=hub.url)
+    for text in ("one", "x" * 5 * 2**20, "two", "three"):
+        ask(model, text)
+    assert spangrad.flush()
+    assert prompts(hub) == ["one", "three", "two"]
+    assert hub.refused == 1
+    exporter = current_exporter()
+    assert (exporter.lost_spans, exporter.is_waiting) == (1, False)
+
+
+def test_the_longest_span_that_is_made_goes_into_one_request_to_the_hub_and_into_the_store(
+    tmp_path: Path,
+) -> None:
+    assert MAX_SPAN_BYTES + 2**20 < MAX_BODY_BYTES
+    text = "x" * (6 * 2**20)
+    long = span(new_trace(), attributes={c.OPERATION_NAME: "chat", c.INPUT_MESSAGES: text}, rollout="r")
+    with FileStore(tmp_path / "store.duckdb") as store:
+        assert store.put_otlp(request([long, span(new_trace(), rollout="r")])) == 2
+        found = [one.attributes.get(c.INPUT_MESSAGES) for one in store.spans(["r"])]
+    assert sorted(map(str, found)) == ["None", text]
+
+
+def current_exporter() -> HubExporter:
+    running = active()
+    assert running is not None
+    assert isinstance(running.worker.exporter, HubExporter)
+    return running.worker.exporter
 
 
 def test_a_url_that_is_no_hub_is_refused() -> None:

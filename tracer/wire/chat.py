@@ -1,17 +1,18 @@
 """Attributes of `/chat/completions` and `/completions` calls, from decoded JSON.
 
-Knows the OpenAI API and vLLM's additions to it (`prompt_token_ids`, `token_ids`). Invariants:
+Knows the OpenAI API and vLLM's additions to it (`prompt_token_ids`, `token_ids`); ids and logprobs are
+`tokens.py`'s part. Invariants:
 * Sampling parameters that have a `gen_ai.*` name are under it if their value has the right type; all other
   request fields are in `spangrad.request.extra`, verbatim.
-* Ids and logprobs are the response's. None is computed, padded or cut; a list with a hole in it is left
-  out and named in `spangrad.dropped`.
+* A reply is what was sampled: a prompt that `echo` puts before it is taken off again.
 """
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from spangrad.tracer import conventions as c
+from spangrad.tracer.wire import media, tokens
 from spangrad.tracer.wire.messages import input_message, output_message
 
 Attributes = dict[str, Any]
@@ -27,7 +28,7 @@ _INTEGERS = {
     "seed": c.REQUEST_SEED,
     "n": c.REQUEST_CHOICE_COUNT,
 }
-_CONTENT = frozenset({"messages", "prompt", "tools", "model", "stream", "stop"})
+_CONTENT = frozenset({"messages", "prompt", "tools", "functions", "model", "stream", "stop"})
 _CONSTRAINTS = (
     "guided_json",
     "guided_regex",
@@ -35,7 +36,15 @@ _CONSTRAINTS = (
     "guided_grammar",
     "structured_outputs",
 )
-_ID_TOKEN = "token_id:"
+USAGE = {
+    "prompt_tokens": c.INPUT_TOKENS,
+    "completion_tokens": c.OUTPUT_TOKENS,
+    "prompt_tokens_details.cached_tokens": c.CACHE_READ_TOKENS,
+    "prompt_cache_hit_tokens": c.CACHE_READ_TOKENS,  # DeepSeek
+    "completion_tokens_details.reasoning_tokens": c.REASONING_TOKENS,
+}
+DROPPED_MEDIA = "media"
+"""Key in `spangrad.dropped`: bytes of images, sound and files are not on the span."""
 
 
 def dumps(value: Any) -> str:
@@ -53,8 +62,8 @@ def clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def request_attributes(request: Mapping[str, Any]) -> Attributes:
-    """What was asked."""
+def request_attributes(request: Mapping[str, Any], dropped: dict[str, str] | None = None) -> Attributes:
+    """What was asked; what is not kept is added to `dropped` with the reason."""
     attributes: Attributes = {}
     extra: dict[str, Any] = {}
     if isinstance(request.get("model"), str):
@@ -64,7 +73,7 @@ def request_attributes(request: Mapping[str, Any]) -> Attributes:
             continue
         if key in _NUMBERS and _is_number(value):
             attributes[_NUMBERS[key]] = float(value)
-        elif key in _INTEGERS and _is_int64(value):
+        elif key in _INTEGERS and is_int64(value):
             attributes[_INTEGERS[key]] = value
         else:
             extra[key] = value
@@ -75,20 +84,49 @@ def request_attributes(request: Mapping[str, Any]) -> Attributes:
         ]
     if request.get("stream"):
         attributes[c.REQUEST_STREAM] = True
-    if request.get("tools"):
-        attributes[c.TOOL_DEFINITIONS] = dumps(request["tools"])
+    if tools := request.get("tools") or request.get("functions"):
+        attributes[c.TOOL_DEFINITIONS] = dumps(tools)
     if "messages" in request:
-        attributes[c.INPUT_MESSAGES] = dumps([input_message(message) for message in request["messages"]])
-    elif isinstance(request.get("prompt"), str):
-        prompt = {"role": "user", "parts": [{"type": "text", "content": request["prompt"]}]}
-        attributes[c.INPUT_MESSAGES] = dumps([prompt])
+        put_messages(attributes, [input_message(message) for message in request["messages"]], dropped)
+    elif (prompt := single_prompt(request)) is not None:
+        put_messages(attributes, [{"role": "user", "parts": [{"type": "text", "content": prompt}]}], dropped)
     elif "prompt" in request:
         extra["prompt"] = request["prompt"]
+    if request.get("tools") and request.get("functions"):
+        extra["functions"] = request["functions"]
     if extra:
         attributes[c.REQUEST_EXTRA] = dumps(extra)
     if is_constrained(request):
         attributes[c.CONSTRAINED] = True
     return attributes
+
+
+def put_messages(
+    attributes: Attributes, messages: list[dict[str, Any]], dropped: dict[str, str] | None
+) -> None:
+    """Add the request's messages, and say how many of their images and files are only referred to."""
+    attributes[c.INPUT_MESSAGES] = dumps(messages)
+    _tell_media(messages, dropped)
+
+
+def _tell_media(messages: list[dict[str, Any]], dropped: dict[str, str] | None) -> None:
+    if dropped is not None and (count := media.references_in(messages)):
+        dropped[DROPPED_MEDIA] = f"bytes of images, sound or files are not kept: {count} of them"
+
+
+def single_prompt(request: Mapping[str, Any]) -> str | None:
+    """The prompt of a `/completions` request that has one, as text."""
+    prompt = request.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    return prompt if isinstance(prompt, str) else None
+
+
+def prompt_count(request: Mapping[str, Any]) -> int:
+    """How many prompts a request has; a list of token ids is one."""
+    prompt = request.get("prompt")
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    return len(prompt) if several and isinstance(prompt, list) else 1
 
 
 def is_constrained(request: Mapping[str, Any]) -> bool:
@@ -104,71 +142,67 @@ def is_constrained(request: Mapping[str, Any]) -> bool:
     return any(request.get(key) is not None for key in _CONSTRAINTS)
 
 
-def response_attributes(response: Mapping[str, Any], dropped: dict[str, str]) -> Attributes:
+def response_attributes(
+    response: Mapping[str, Any], dropped: dict[str, str], request: Mapping[str, Any] | None = None
+) -> Attributes:
     """What was answered; what can't be kept is added to `dropped` with the reason."""
-    attributes: Attributes = {}
-    for key, name in (("id", c.RESPONSE_ID), ("model", c.RESPONSE_MODEL)):
-        if isinstance(response.get(key), str):
-            attributes[name] = clean(response[key])
-    usage = response.get("usage") or {}
-    for key, name in (("prompt_tokens", c.INPUT_TOKENS), ("completion_tokens", c.OUTPUT_TOKENS)):
-        if _is_int64(usage.get(key)):
-            attributes[name] = usage[key]
+    asked = request or {}
+    attributes = identity_attributes(response)
+    attributes |= usage_attributes(response.get("usage"), USAGE)
     choices = sorted(response.get("choices") or (), key=lambda choice: choice.get("index") or 0)
     if not choices:
         return attributes
     reasons = [choice.get("finish_reason") for choice in choices]
     attributes[c.RESPONSE_FINISH_REASONS] = [clean(reason or "") for reason in reasons]
-    messages = [choice.get("message") or {"content": choice.get("text")} for choice in choices]
-    attributes[c.OUTPUT_MESSAGES] = dumps(
-        [output_message(message, reason) for message, reason in zip(messages, reasons, strict=True)]
-    )
-    prompt = response.get("prompt_token_ids") or choices[0].get("prompt_token_ids")
-    if prompt:
-        _pack(attributes, c.PROMPT_TOKEN_IDS, prompt, dropped)
-    for choice in choices:
-        _choice_attributes(attributes, choice, dropped)
+    replies = [choice.get("message") or {"content": _text(choice, asked, dropped)} for choice in choices]
+    messages = [output_message(message, reason) for message, reason in zip(replies, reasons, strict=True)]
+    attributes[c.OUTPUT_MESSAGES] = dumps(messages)
+    _tell_media(messages, dropped)
+    if prompt_count(asked) > 1:
+        reason = "one call with several prompts: it is not known which prompt a choice continues"
+        dropped[c.PROMPT_TOKEN_IDS] = dropped[c.SAMPLED_TOKEN_IDS] = reason
+    else:
+        attributes |= tokens.token_attributes(response, choices, asked, dropped)
     return attributes
 
 
-def _choice_attributes(attributes: Attributes, choice: Mapping[str, Any], dropped: dict[str, str]) -> None:
-    index = choice.get("index") or 0
-    logprobs = choice.get("logprobs")
-    content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
-    token_ids = choice.get("token_ids")
-    if token_ids is None:
-        token_ids = (choice.get("provider_specific_fields") or {}).get("token_ids")
-    if token_ids is None and content:
-        token_ids = _ids_in(content)
-    if token_ids:
-        _pack(attributes, c.choice_key(c.SAMPLED_TOKEN_IDS, index), token_ids, dropped)
-    if content:
-        values = [item.get("logprob") for item in content]
-        _pack(attributes, c.choice_key(c.SAMPLED_LOGPROBS, index), values, dropped)
+def identity_attributes(response: Mapping[str, Any]) -> Attributes:
+    """Id and model of a response."""
+    names = (("id", c.RESPONSE_ID), ("model", c.RESPONSE_MODEL))
+    return {name: clean(response[key]) for key, name in names if isinstance(response.get(key), str)}
 
 
-def _pack(attributes: Attributes, name: str, values: Any, dropped: dict[str, str]) -> None:
-    pack = c.pack_floats if name.startswith(c.SAMPLED_LOGPROBS) else c.pack_ints
-    try:
-        attributes[name] = pack(values)
-    except (TypeError, OverflowError) as error:
-        dropped[name] = f"not a list of numbers: {error}"
+def usage_attributes(usage: Any, names: Mapping[str, str]) -> Attributes:
+    """Token counts. `names`: key of the usage object, or `key.inner key`, -> attribute."""
+    found: Attributes = {}
+    if not isinstance(usage, Mapping):
+        return found
+    for path, name in names.items():
+        key, _, inner = path.partition(".")
+        value = usage.get(key)
+        if inner:
+            value = value.get(inner) if isinstance(value, Mapping) else None
+        if is_int64(value):
+            found[name] = value
+    return found
 
 
-def _ids_in(content: list[Mapping[str, Any]]) -> list[int] | None:
-    """Ids that vLLM wrote into the logprobs (`return_tokens_as_token_ids`)."""
-    tokens = [item.get("token") for item in content]
-    ids = [
-        int(token[len(_ID_TOKEN) :])
-        for token in tokens
-        if isinstance(token, str) and token.startswith(_ID_TOKEN) and token[len(_ID_TOKEN) :].isdecimal()
-    ]
-    return ids if len(ids) == len(tokens) else None
+def _text(choice: Mapping[str, Any], request: Mapping[str, Any], dropped: dict[str, str]) -> Any:
+    """Text of a `/completions` choice without the prompt that `echo` puts before it."""
+    text = choice.get("text")
+    if not request.get("echo") or not isinstance(text, str):
+        return text
+    prompt = single_prompt(request)
+    if prompt is None or not text.startswith(prompt):
+        dropped[c.OUTPUT_MESSAGES] = "echo: it is not known where the prompt ends and the reply begins"
+        return text
+    return text[len(prompt) :]
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_int64(value: object) -> bool:
+def is_int64(value: object) -> TypeGuard[int]:
+    """Whether an OTel attribute can hold `value` as an integer."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
