@@ -1,3 +1,4 @@
+import asyncio
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,17 @@ def model() -> Iterator[ModelServer]:
 def hub() -> Iterator[HubServer]:
     with hub_server() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def litellm_loop() -> Iterator[asyncio.Runner]:
+    """One event loop for all: LiteLLM's logging task lives as long as the loop that it began in.
+
+    LiteLLM makes a loop of its own, and never closes it, where it finds none.
+    """
+    with asyncio.Runner() as runner:
+        runner.get_loop()
+        yield runner
 
 
 @pytest.fixture(autouse=True)

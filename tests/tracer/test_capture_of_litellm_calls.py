@@ -10,7 +10,6 @@ from typing import Any
 import litellm
 import openai
 import pytest
-from litellm.litellm_core_utils.logging_worker import GLOBAL_LOGGING_WORKER
 from litellm.llms.custom_httpx.async_client_cleanup import close_litellm_async_clients
 
 from spangrad.tracer import conventions as c
@@ -24,7 +23,12 @@ HI: list[Any] = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
 BROKEN = Answer({"error": {"message": "the engine died", "type": "server_error"}}, 500)
 CALL = {"id": "t", "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}
-pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:pydantic.*", "ignore:.*:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*:UserWarning:pydantic.*", "ignore:.*:DeprecationWarning"),
+    # LiteLLM drops a logging task when it finds itself in another loop, as its sync `responses` makes it.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("litellm_loop"),
+]
 
 
 @pytest.fixture
@@ -61,13 +65,9 @@ def text_of(call: Recorded) -> str:
     return str(call.json(c.OUTPUT_MESSAGES)[0]["parts"][0]["content"])
 
 
-def run_async(request: Any) -> None:
-    async def run() -> None:
-        await request()
-        await close_litellm_async_clients()
-        await GLOBAL_LOGGING_WORKER.stop()  # else its task outlives the loop
-
-    asyncio.run(run())
+async def closing(request: Any) -> None:
+    await request
+    await close_litellm_async_clients()
 
 
 def test_a_fallback_is_two_calls_of_which_one_failed(server: ScriptedServer, recorded: Finish) -> None:
@@ -101,7 +101,7 @@ def test_fallbacks_of_the_function_are_two_calls_too(server: ScriptedServer, rec
 
 
 def test_an_async_routed_stream_with_a_tool_call_is_one_call(
-    server: ScriptedServer, recorded: Finish
+    server: ScriptedServer, recorded: Finish, litellm_loop: asyncio.Runner
 ) -> None:
     head = CALL | {"index": 0, "function": {"name": "f", "arguments": ARGUMENTS[:7]}}
     rest = {"index": 0, "function": {"arguments": ARGUMENTS[7:]}}
@@ -115,7 +115,7 @@ def test_an_async_routed_stream_with_a_tool_call_is_one_call(
         async for _ in chunks:
             pass
 
-    run_async(ask)
+    litellm_loop.run(closing(ask()))
     (call,) = calls(recorded())
     assert call[c.STREAM_COMPLETE] is True
     assert call.json(c.OUTPUT_MESSAGES)[0]["parts"] == [
@@ -139,12 +139,14 @@ def test_the_responses_route_is_one_call(server: ScriptedServer, recorded: Finis
 
 @pytest.mark.usefixtures("whole_litellm")
 @pytest.mark.parametrize("form", ["messages", "chat", "chat streamed"])
-def test_anthropics_route_is_one_call(server: ScriptedServer, recorded: Finish, form: str) -> None:
+def test_anthropics_route_is_one_call(
+    server: ScriptedServer, recorded: Finish, litellm_loop: asyncio.Runner, form: str
+) -> None:
     is_stream = form == "chat streamed"
     server.answer("/v1/messages", Answer(sse(*MESSAGE_EVENTS) if is_stream else MESSAGE))
     common = {"model": "anthropic/policy", "api_base": server.url, "api_key": "k", "max_tokens": 9}
     if form == "messages":
-        run_async(lambda: litellm.anthropic.messages.acreate(messages=HI, **common))
+        litellm_loop.run(closing(litellm.anthropic.messages.acreate(messages=HI, **common)))
     else:
         result: Any = litellm.completion(messages=HI, num_retries=0, stream=is_stream, **common)
         if is_stream:

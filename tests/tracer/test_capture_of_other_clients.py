@@ -182,7 +182,9 @@ def test_a_chatopenai_stream_keeps_its_ids(model: ModelServer, recorded: Finish)
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:pydantic.*", "ignore:.*:DeprecationWarning")
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
-def test_litellm_calls_keep_their_ids(model: ModelServer, recorded: Finish, provider: str) -> None:
+def test_litellm_calls_keep_their_ids(
+    model: ModelServer, recorded: Finish, litellm_loop: asyncio.Runner, provider: str
+) -> None:
     request: dict[str, Any] = {
         "model": f"{provider}/policy",
         "api_base": model.url,
@@ -202,7 +204,7 @@ def test_litellm_calls_keep_their_ids(model: ModelServer, recorded: Finish, prov
     litellm.completion(**request)
     streamed: Any = litellm.completion(**request, stream=True)
     list(streamed)
-    asyncio.run(ask())
+    litellm_loop.run(ask())
     found = calls(recorded())
     assert len(found) == 4
     for call in found:
