@@ -223,10 +223,15 @@ class _Redactor:
         if isinstance(value, str):
             return self._text(name, value)
         if isinstance(value, Mapping):
+            if not is_message:
+                return {
+                    self._text(name, key): self._walk(name, item, is_message=False)
+                    for key, item in value.items()
+                }
             return {
                 key: item
-                if is_message and self._is_structure(key, value)
-                else self._walk(name, item, is_message=is_message and key not in _FREE)
+                if self._is_structure(key, value)
+                else self._walk(name, item, is_message=key not in _FREE)
                 for key, item in value.items()
             }
         if isinstance(value, list):
@@ -263,7 +268,7 @@ class _Redactor:
         why = "there is no text to look at" if is_unseen else "the ids would spell out what was redacted"
         dropped |= dict.fromkeys(found, f"redacted: {why}")
         attributes[c.DROPPED] = json.dumps(dropped)
-        self.places.add(c.DROPPED)
+        self.places.update(found)
 
 
 _said = Periodically()

@@ -315,3 +315,21 @@ def test_without_a_provider_messages_in_the_form_of_the_conventions_tell_the_dia
     del told[c.PROVIDER_NAME]
     there = {name: value for name, value in told.items() if value is not None}
     assert recognise(span(scope="somebody", attributes=there)) == expected
+
+
+def test_what_the_client_redacted_is_not_trained_though_the_gateway_has_it_in_clear():
+    named = {c.REDACTED: json.dumps([c.INPUT_MESSAGES])}
+    hidden = dataclasses.replace(client(), attributes={**client().attributes, **named})
+    (call,) = calls_from_spans([hidden, gateway()])
+    assert call.grade is Grade.UNUSABLE
+    assert f"text was redacted: {c.INPUT_MESSAGES}" in call.grade_reasons
+
+
+def test_a_reply_that_either_side_knows_to_be_cached_is_not_trained():
+    (call,) = calls_from_spans([client(), gateway(**{c.CACHED: True})])
+    assert call.grade is Grade.UNUSABLE
+
+
+def test_redacted_places_outside_of_request_and_reply_do_no_harm():
+    (call,) = calls_from_spans([span(attributes=text_attributes(**{c.REDACTED: '["status"]'}))])
+    assert call.grade is Grade.TEXT

@@ -10,7 +10,9 @@ import pytest
 from spangrad.adapters.ingest import ingest
 from spangrad.errors import DialectError
 from spangrad.store.file_store import FileStore
-from spangrad.store.otlp import decode_request, json_to_protobuf
+from spangrad.store.otlp import decode_request, encode_request, json_to_protobuf
+from spangrad.tracer import conventions as c
+from tests.adapters.building import span, text_attributes
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MULTI_TURN = FIXTURES / "genai_openai" / "multi_turn.otlp.jsonl"
@@ -37,6 +39,16 @@ def test_a_folder_is_counted_by_dialect_grade_and_reason(store):
     assert report.broken == ()
     assert report.new_spans == report.spans
     assert json.dumps(report.to_json())
+
+
+def test_embeddings_are_counted_apart_from_what_could_be_trained(store, tmp_path):
+    named = {c.OPERATION_NAME: "embeddings", c.PROVIDER_NAME: "openai", c.RESPONSE_ID: "e"}
+    file = tmp_path / "traces.pb"
+    file.write_bytes(encode_request([span("a", attributes=text_attributes()), span("b", attributes=named)]))
+    report = ingest([file], store)
+    assert (report.calls, report.embeddings) == (1, 1)
+    assert report.by_grade == {"text": 1}
+    assert report.by_reason == {"no token ids": 1}
 
 
 def test_the_same_file_twice_is_stored_once(store):

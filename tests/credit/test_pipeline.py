@@ -208,3 +208,12 @@ def test_a_reward_may_name_its_call_by_call_or_by_span():
     for name in ("t-c", "c", "t-g", "g"):
         found = rewards_of(ROLLOUT, [reward(0.5, call_id=name)], [step])
         assert (found.outcome, found.steps) == (None, {"t-c": 0.5})
+
+
+def test_embeddings_are_not_among_the_calls_that_were_refused(store):
+    rollouts = filled(store, {"good": 1.0, "bad": 0.0})
+    names = {c.ROLLOUT_ID: "good", c.ATTEMPT: 0, c.OPERATION_NAME: "embeddings", c.PROVIDER_NAME: "openai"}
+    store.put_otlp(encode_request([span("e", trace="1", parent="r", start_ns=50, attributes=names)]))
+    batch = credited_rows(store, rollouts, PLAIN)
+    assert len(batch.rows) == 2
+    assert batch.refused == []

@@ -134,7 +134,8 @@ def test_sentinels_of_the_sdks_are_in_no_attribute(model: ModelServer, recorded:
             model="policy",
             messages=[{"role": "user", "content": "Hello"}],
             tools=openai.omit,
-            temperature=openai.not_given,
+            temperature=openai.omit,
+            timeout=openai.not_given,
         )
         agent.responses.create(model="policy", input="Hi", instructions=openai.omit)
     url = model.url.removesuffix("/v1")

@@ -14,6 +14,7 @@ from spangrad.adapters.model_call import Grade
 from spangrad.errors import ConfigError
 from spangrad.tracer import conventions as c
 from spangrad.tracer.redaction import FAILED, RULES, default, emails, rule_of, secrets
+from spangrad.tracer.runtime import active
 from tests.tracer.recording import Recorded, calls, roots, spans_of_store
 from tests.tracer.stub_server import ModelServer
 from tests.tracer.wire.exchange import HI, choice, completion, exchange, model_call, model_calls, written
@@ -162,6 +163,23 @@ def test_a_key_that_a_server_repeats_in_its_error_is_blanked_without_any_rule() 
     assert span.status.description is not None
     assert KEY not in span.status.description
     assert "[redacted: api key]" in span.status.description
+
+
+def test_arguments_and_results_of_tool_spans_go_through_the_rule(tmp_path: Path) -> None:
+    spangrad.init(store=tmp_path / "store.duckdb", redact=hide)
+    running = active()
+    assert running is not None
+    given = {
+        c.TOOL_NAME: "Oslo",
+        "gen_ai.tool.call.arguments": '{"Oslo": ["Oslo", 1]}',
+        "gen_ai.tool.call.result": "Oslo is dry",
+    }
+    running.start_span("execute_tool", None, given).end()
+    spangrad.shutdown()
+    (span,) = spans_of_store(tmp_path / "store.duckdb")
+    assert span[c.TOOL_NAME] == "Oslo"
+    assert span.json("gen_ai.tool.call.arguments") == {"[city]": ["[city]", 1]}
+    assert span["gen_ai.tool.call.result"] == "[city] is dry"
 
 
 def ask(model: ModelServer, text: str) -> None:
