@@ -71,8 +71,10 @@ _EXCEPTIONS = ("exception.message", "exception.stacktrace")
 
 _KEY_WORDS = (
     r"(?:api[-_ ]?key|apikey|access[-_ ]?(?:key|token)|auth[-_ ]?token|client[-_ ]?secret|secret[-_ ]?key"
-    r"|password|passwd|x-amz-signature|x-goog-signature|sig)"
+    r"|password|passwd|x-amz-signature|x-goog-signature)"
 )
+_NAMED = rf"(?<![A-Za-z0-9])(?P<name>{_KEY_WORDS}\\?[\"']?\s*[:=]\s*"
+"""Begin of a `name=value` pair whose value is a secret: what is in quotes, or has a digit in it."""
 _PEM = "[A-Z ]*PRIVATE KEY-----"
 _SECRETS = (
     ("private key", re.compile(rf"-----BEGIN {_PEM}.*?(?:-----END {_PEM}|\Z)", re.S)),
@@ -85,10 +87,9 @@ _SECRETS = (
     ("token", re.compile(r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*")),
     ("token", re.compile(r"(?i)(?<=\bbearer )[A-Za-z0-9._~+/=-]{12,}")),
     ("password", re.compile(r"(?<=://)[^\s/:@\"']{1,200}:[^\s/@\"']{1,200}(?=@)")),
-    (
-        "secret",
-        re.compile(rf"(?i)(?<![A-Za-z0-9])(?P<name>{_KEY_WORDS}\\?[\"']?\s*[:=]\s*\\?[\"']?)[^\s\"'&,;\\}}\])]{{8,}}"),
-    ),
+    ("secret", re.compile(rf"(?i){_NAMED}\\?[\"'])[^\"'\\]{{8,}}")),
+    ("secret", re.compile(rf"(?i){_NAMED})(?=[^\s\"'&,;]*[0-9])[^\s\"'&,;\\}}\])]{{8,}}")),
+    ("secret", re.compile(r"(?<=[?&]sig=)[^\s\"'&]{8,}")),
 )  # fmt: skip
 _EMAIL = re.compile(r"\b[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9-]{1,63}(?:\.[A-Za-z0-9-]{1,63})*\.[A-Za-z]{2,24}\b")
 

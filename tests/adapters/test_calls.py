@@ -326,7 +326,8 @@ def test_what_the_client_redacted_is_not_trained_though_the_gateway_has_it_in_cl
 
 
 def test_a_reply_that_either_side_knows_to_be_cached_is_not_trained():
-    (call,) = calls_from_spans([client(), gateway(**{c.CACHED: True})])
+    cached: dict[str, Any] = {c.CACHED: True}
+    (call,) = calls_from_spans([client(), gateway(**cached)])
     assert call.grade is Grade.UNUSABLE
 
 

@@ -39,7 +39,7 @@ def litellm_loop() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(autouse=True)
 def nothing_stays_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("SPANGRAD_STORE", "SPANGRAD_KEY", "SPANGRAD_ROLLOUT"):
+    for name in ("SPANGRAD_STORE", "SPANGRAD_KEY", "SPANGRAD_ROLLOUT", "SPANGRAD_REDACT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     place.MARKS.set(None)

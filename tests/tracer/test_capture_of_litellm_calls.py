@@ -11,6 +11,7 @@ import litellm
 import openai
 import pytest
 from litellm.llms.custom_httpx.async_client_cleanup import close_litellm_async_clients
+from litellm.router import Router
 
 from spangrad.tracer import conventions as c
 from tests.tracer.recording import Recorded, calls
@@ -19,6 +20,7 @@ from tests.tracer.stub_server import ARGUMENTS, MESSAGE, MESSAGE_EVENTS, RESPONS
 from tests.tracer.wire.exchange import choice, completion, sse
 
 Finish = Callable[[], list[Recorded]]
+ANTHROPIC: Any = vars(litellm)["anthropic"]
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
 BROKEN = Answer({"error": {"message": "the engine died", "type": "server_error"}}, 500)
@@ -51,7 +53,7 @@ def reply(text: str = "Hello.") -> Answer:
 
 def stream(*deltas: dict[str, Any], finish: str = "stop") -> Answer:
     head = {"id": "r-1", "object": "chat.completion.chunk", "created": 1, "model": "policy"}
-    pieces = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    pieces: list[dict[str, Any]] = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
     pieces.append({"index": 0, "delta": {}, "finish_reason": finish})
     return Answer(sse(*(head | {"choices": [piece]} for piece in pieces)) + b"data: [DONE]\n\n")
 
@@ -73,12 +75,12 @@ async def closing(request: Any) -> None:
 def test_a_fallback_is_two_calls_of_which_one_failed(server: ScriptedServer, recorded: Finish) -> None:
     server.answer("/bad/chat/completions", BROKEN)
     server.answer(CHAT, reply())
-    router = litellm.Router(
+    router = Router(
         model_list=[deployment(server, "first", "/bad"), deployment(server, "second")],
         fallbacks=[{"first": ["second"]}],
         num_retries=0,
     )
-    assert router.completion("first", HI).choices[0].message.content == "Hello."  # type: ignore[union-attr]
+    assert router.completion("first", HI).choices[0].message.content == "Hello."
     failed, answered = calls(recorded())
     assert (failed[c.REQUEST_MODEL], failed.is_error, failed[c.ERROR_TYPE]) == ("first", True, "500")
     assert (answered[c.REQUEST_MODEL], answered.is_error, text_of(answered)) == ("second", False, "Hello.")
@@ -108,7 +110,7 @@ def test_an_async_routed_stream_with_a_tool_call_is_one_call(
     server.answer(
         CHAT, stream({"role": "assistant", "tool_calls": [head]}, {"tool_calls": [rest]}, finish="tool_calls")
     )
-    router = litellm.Router(model_list=[deployment(server, "policy")], num_retries=0)
+    router = Router(model_list=[deployment(server, "policy")], num_retries=0)
 
     async def ask() -> None:
         chunks: Any = await router.acompletion("policy", HI, stream=True)
@@ -146,7 +148,7 @@ def test_anthropics_route_is_one_call(
     server.answer("/v1/messages", Answer(sse(*MESSAGE_EVENTS) if is_stream else MESSAGE))
     common = {"model": "anthropic/policy", "api_base": server.url, "api_key": "k", "max_tokens": 9}
     if form == "messages":
-        litellm_loop.run(closing(litellm.anthropic.messages.acreate(messages=HI, **common)))
+        litellm_loop.run(closing(ANTHROPIC.messages.acreate(messages=HI, **common)))
     else:
         result: Any = litellm.completion(messages=HI, num_retries=0, stream=is_stream, **common)
         if is_stream:

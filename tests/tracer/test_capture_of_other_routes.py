@@ -1,6 +1,7 @@
 """The Anthropic and Responses routes, recorded as text with their own SDKs, and structured output."""
 
 from collections.abc import Callable
+from typing import Any
 
 import anthropic
 import httpx
@@ -12,8 +13,8 @@ from spangrad.tracer import conventions as c
 from tests.tracer.recording import Recorded, calls
 from tests.tracer.scripted_server import Answer as Scripted
 from tests.tracer.scripted_server import scripted_server
-from tests.tracer.stub_server import ARGUMENTS, RESPONSE, ModelServer
-from tests.tracer.wire.exchange import choice, completion
+from tests.tracer.stub_server import ARGUMENTS, MESSAGE_EVENTS, RESPONSE, ModelServer
+from tests.tracer.wire.exchange import choice, completion, sse
 
 Finish = Callable[[], list[Recorded]]
 TEXT_OF_ANSWER = {"type": "output_text", "text": '{"text": "Oslo"}', "annotations": []}
@@ -77,24 +78,24 @@ def test_a_raw_event_stream_of_anthropic_is_recorded(model: ModelServer, recorde
     assert call.json(c.OUTPUT_MESSAGES)[0]["parts"][0]["signature"] == "s"
 
 
-@pytest.mark.parametrize("leave", ["with", "close"])
-def test_an_anthropic_stream_left_early_is_incomplete(
-    model: ModelServer, recorded: Finish, leave: str
-) -> None:
-    with anthropic.Anthropic(base_url=model.url.removesuffix("/v1"), api_key="k", max_retries=0) as agent:
+@pytest.mark.parametrize("leave", ["with", "close", "cut"])
+def test_an_anthropic_stream_left_early_or_cut_is_incomplete(recorded: Finish, leave: str) -> None:
+    asked: Any = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+    with scripted_server() as server, anthropic.Anthropic(base_url=server.url, api_key="k") as agent:
+        server.answer("/v1/messages", Scripted(sse(*MESSAGE_EVENTS[:6])))
         if leave == "with":
-            with agent.messages.stream(
-                model="policy", max_tokens=9, messages=[{"role": "user", "content": "Hi"}]
-            ) as helper:
+            with agent.messages.stream(**asked) as helper:
                 next(iter(helper))
         else:
-            events = agent.messages.create(
-                model="policy", max_tokens=9, messages=[{"role": "user", "content": "Hi"}], stream=True
-            )
-            next(iter(events))
-            events.close()
+            events: Any = agent.messages.create(**asked, stream=True)
+            if leave == "cut":
+                list(events)
+            else:
+                next(iter(events))
+                events.close()
     (call,) = calls(recorded())
-    assert call[c.OPERATION_NAME] == "chat"
+    assert call[c.STREAM_COMPLETE] is False
+    assert call.json(c.INPUT_MESSAGES)[0]["parts"] == [{"type": "text", "content": "Hi"}]
 
 
 def test_counting_tokens_and_batches_are_no_calls(model: ModelServer, recorded: Finish) -> None:

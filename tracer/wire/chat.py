@@ -87,7 +87,7 @@ def request_attributes(request: Mapping[str, Any], dropped: dict[str, str] | Non
     if tools := request.get("tools") or request.get("functions"):
         attributes[c.TOOL_DEFINITIONS] = dumps(tools)
     if "messages" in request:
-        put_messages(attributes, [input_message(message) for message in request["messages"]], dropped)
+        _put_told(attributes, [_told_message(message) for message in request["messages"]], dropped)
     elif (prompt := single_prompt(request)) is not None:
         put_messages(attributes, [{"role": "user", "parts": [{"type": "text", "content": prompt}]}], dropped)
     elif "prompt" in request:
@@ -105,13 +105,27 @@ def put_messages(
     attributes: Attributes, messages: list[dict[str, Any]], dropped: dict[str, str] | None
 ) -> None:
     """Add the request's messages, and say how many of their images and files are only referred to."""
-    attributes[c.INPUT_MESSAGES] = dumps(messages)
-    _tell_media(messages, dropped)
+    _put_told(attributes, [_told(message) for message in messages], dropped)
 
 
-def _tell_media(messages: list[dict[str, Any]], dropped: dict[str, str] | None) -> None:
-    if dropped is not None and (count := media.references_in(messages)):
-        dropped[DROPPED_MEDIA] = f"bytes of images, sound or files are not kept: {count} of them"
+def tell_media(count: int, dropped: dict[str, str] | None) -> None:
+    """Say that this many images, sounds and files are only referred to."""
+    if dropped is not None and count:
+        dropped.setdefault(DROPPED_MEDIA, f"bytes of images, sound or files are not kept: {count} of them")
+
+
+def _put_told(attributes: Attributes, told: list[tuple[str, int]], dropped: dict[str, str] | None) -> None:
+    attributes[c.INPUT_MESSAGES] = f"[{','.join(text for text, _ in told)}]"
+    tell_media(sum(count for _, count in told), dropped)
+
+
+def _told_message(message: Mapping[str, Any]) -> tuple[str, int]:
+    return _told(input_message(message))
+
+
+def _told(message: Mapping[str, Any]) -> tuple[str, int]:
+    """A message as JSON, and how many references are in it."""
+    return dumps(message), media.references_in(message)
 
 
 def single_prompt(request: Mapping[str, Any]) -> str | None:
@@ -157,7 +171,7 @@ def response_attributes(
     replies = [choice.get("message") or {"content": _text(choice, asked, dropped)} for choice in choices]
     messages = [output_message(message, reason) for message, reason in zip(replies, reasons, strict=True)]
     attributes[c.OUTPUT_MESSAGES] = dumps(messages)
-    _tell_media(messages, dropped)
+    tell_media(media.references_in(messages), dropped)
     if prompt_count(asked) > 1:
         reason = "one call with several prompts: it is not known which prompt a choice continues"
         dropped[c.PROMPT_TOKEN_IDS] = dropped[c.SAMPLED_TOKEN_IDS] = reason

@@ -20,6 +20,7 @@ from spangrad.tracer.wire.chat import (
     identity_attributes,
     put_messages,
     request_attributes,
+    tell_media,
     usage_attributes,
 )
 from spangrad.tracer.wire.messages import custom_tool_call
@@ -89,8 +90,7 @@ def responses_response(
     if response.get("status") in ("queued", "in_progress") and (request or {}).get("background"):
         dropped["response"] = "it is made in the background and is not in this exchange"
     messages = [{"role": "assistant", "parts": parts, "finish_reason": reason}]
-    if count := media.references_in(messages):
-        dropped.setdefault("media", f"bytes of images, sound or files are not kept: {count} of them")
+    tell_media(media.references_in(messages), dropped)
     return (
         identity_attributes(response)
         | {c.RESPONSE_FINISH_REASONS: [clean(reason)], c.OUTPUT_MESSAGES: dumps(messages)}
@@ -131,7 +131,8 @@ def _add_delta(items: dict[int, dict[str, Any]], kind: str, event: Mapping[str, 
         item[name] = (item.get(name) or "") + delta
     elif kind in _DELTAS:
         place, entry_type, key = _DELTAS[kind]
-        entries = item[place] = list(item.get(place) or ())
+        entries: list[dict[str, Any]] = list(item.get(place) or ())
+        item[place] = entries
         index = event.get("summary_index" if place == "summary" else "content_index", 0)
         while len(entries) <= index:
             entries.append({"type": entry_type, key: ""})

@@ -20,7 +20,12 @@ HI: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content"
 
 
 def sse(*events: Any) -> bytes:
-    return "".join(f"data: {json.dumps(event)}\n\n" for event in events).encode()
+    """A stream of events; those that have a type are named after it."""
+    lines = []
+    for event in events:
+        name = f"event: {event['type']}\n" if isinstance(event, dict) and "type" in event else ""
+        lines.append(f"{name}data: {json.dumps(event)}\n\n")
+    return "".join(lines).encode()
 
 
 def choice(content: str | None = "Hello.", *, finish: str | None = "stop", **more: Any) -> dict[str, Any]:

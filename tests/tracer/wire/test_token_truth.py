@@ -75,3 +75,20 @@ def test_logprobs_of_a_refusal_count() -> None:
     logprobs = {"content": None, "refusal": content(-0.5)["content"]}
     attributes = recorded(HI, completion(choice(token_ids=[4], logprobs=logprobs)))
     assert c.unpack_floats(attributes[c.SAMPLED_LOGPROBS]) == [-0.5]
+
+
+def test_a_stream_of_several_choices_keeps_the_ids_of_each() -> None:
+    def chunk(index: int, finish: str | None, ids: list[int], *values: float) -> dict[str, Any]:
+        update = {"index": index, "delta": {"content": "x"}, "finish_reason": finish, "token_ids": ids}
+        return {"choices": [update | {"logprobs": content(*values)}]}
+
+    body = sse(
+        chunk(1, None, [5], -0.5), chunk(0, "stop", [4], -1.0), chunk(1, "length", [6], -2.0),
+        {"choices": []} | usage(3),
+    )  # fmt: skip
+    attributes = recorded(HI | {"n": 2}, body)
+    second = c.choice_key(c.SAMPLED_TOKEN_IDS, 1), c.choice_key(c.SAMPLED_LOGPROBS, 1)
+    assert c.unpack_ints(attributes[c.SAMPLED_TOKEN_IDS]) == [4]
+    assert c.unpack_ints(attributes[second[0]]) == [5, 6]
+    assert c.unpack_floats(attributes[second[1]]) == [-0.5, -2.0]
+    assert attributes[c.STREAM_COMPLETE] is True
