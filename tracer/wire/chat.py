@@ -125,7 +125,8 @@ def _told_message(message: Mapping[str, Any]) -> tuple[str, int]:
 
 def _told(message: Mapping[str, Any]) -> tuple[str, int]:
     """A message as JSON, and how many references are in it."""
-    return dumps(message), media.references_in(message)
+    text = dumps(message)
+    return text, media.references_in(message) if '"sha256"' in text else 0
 
 
 def single_prompt(request: Mapping[str, Any]) -> str | None:
@@ -170,8 +171,9 @@ def response_attributes(
     attributes[c.RESPONSE_FINISH_REASONS] = [clean(reason or "") for reason in reasons]
     replies = [choice.get("message") or {"content": _text(choice, asked, dropped)} for choice in choices]
     messages = [output_message(message, reason) for message, reason in zip(replies, reasons, strict=True)]
-    attributes[c.OUTPUT_MESSAGES] = dumps(messages)
-    tell_media(media.references_in(messages), dropped)
+    told = [_told(message) for message in messages]
+    attributes[c.OUTPUT_MESSAGES] = f"[{','.join(text for text, _ in told)}]"
+    tell_media(sum(count for _, count in told), dropped)
     if prompt_count(asked) > 1:
         reason = "one call with several prompts: it is not known which prompt a choice continues"
         dropped[c.PROMPT_TOKEN_IDS] = dropped[c.SAMPLED_TOKEN_IDS] = reason

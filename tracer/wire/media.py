@@ -71,12 +71,18 @@ def without_data(value: Any) -> Any:
 
 def references_in(value: Any) -> int:
     """How many blobs were replaced by references in JSON `value`."""
-    if isinstance(value, Mapping):
-        own = value.get("type") == "blob" and "sha256" in value
-        return 1 if own else sum(references_in(item) for item in value.values())
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return sum(references_in(item) for item in value)
-    return 0
+    count = 0
+    if isinstance(value, dict):
+        if value.get("type") == "blob" and "sha256" in value:
+            return 1
+        for item in value.values():
+            if isinstance(item, dict | list):
+                count += references_in(item)
+    elif isinstance(value, list):
+        for item in value:
+            if isinstance(item, dict | list):
+                count += references_in(item)
+    return count
 
 
 def _is_data_url(text: str) -> bool:

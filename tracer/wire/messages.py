@@ -15,10 +15,9 @@ from typing import Any
 
 from spangrad.tracer.wire import media
 
-_PLACED = frozenset(
-    {"role", "content", "tool_calls", "tool_call_id", "function_call", "name", "refusal", "audio", "images"}
-    | {"reasoning", "reasoning_content", "reasoning_details", "thinking_blocks"}
-)
+_REASONING = frozenset({"reasoning", "reasoning_content", "reasoning_details", "thinking_blocks"})
+_RARE = frozenset({"tool_calls", "function_call", "refusal", "audio", "images"})
+_PLACED = frozenset({"role", "content", "tool_call_id", "name"}) | _REASONING | _RARE
 _BY_URL = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
 
 
@@ -51,12 +50,14 @@ def output_message(message: Mapping[str, Any], finish_reason: str | None) -> dic
 
 def message_parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Reasoning, content and tool calls of a message, in this order."""
-    parts = _reasoning(message)
+    parts = [] if message.keys().isdisjoint(_REASONING) else _reasoning(message)
     content = message.get("content")
     if isinstance(content, str):
         parts.append({"type": "text", "content": content})
     elif isinstance(content, Sequence):
         parts.extend(content_part(part) for part in content)
+    if message.keys().isdisjoint(_RARE):
+        return parts
     if isinstance(message.get("refusal"), str):
         parts.append({"type": "refusal", "content": message["refusal"]})
     parts.extend(content_part(image) for image in _listed(message.get("images")))
@@ -172,4 +173,6 @@ def _unplaced(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> Sequence[Any]:
+    if value is None:
+        return ()
     return value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else ()

@@ -66,7 +66,7 @@ def _add_logprobs(
         dropped[name] = "beam search does not sample"
     elif request.get("echo") and count is None:
         dropped[name] = "echo: the list is about the prompt, too"
-    elif any(value is None or (isinstance(value, int | float) and value <= NO_LOGPROB) for value in values):
+    elif None in values or NO_LOGPROB in values:
         dropped[name] = "a sampled token came without a logprob"
     elif count is not None and count != len(values):
         dropped[name] = f"{count} token ids, {len(values)} logprobs"
