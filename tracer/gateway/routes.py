@@ -15,7 +15,10 @@ from spangrad.tracer import conventions as names
 from spangrad.tracer.gateway import record
 from spangrad.tracer.gateway.readers import Reader, TextForm, TextReader, TokenReader, embeddings_reply
 from spangrad.tracer.gateway.rewrite import Route, UpstreamRequest, renamed_request, upstream_request
-from spangrad.tracer.wire import chat, other
+from spangrad.tracer.wire import chat
+from spangrad.tracer.wire.anthropic import assemble_messages, messages_request, messages_response
+from spangrad.tracer.wire.embeddings import embeddings_request, embeddings_response
+from spangrad.tracer.wire.responses import assemble_responses, responses_request, responses_response
 
 Attributes = dict[str, Any]
 
@@ -47,52 +50,29 @@ def _token_route(path: str, route: Route) -> RecordedRoute:
 
 
 def _text_route(
-    path: str, operation: str, request: Callable[[dict[str, Any]], Attributes], form: TextForm
+    path: str,
+    operation: str,
+    request: Callable[[Mapping[str, Any], dict[str, str]], Attributes],
+    form: TextForm,
 ) -> RecordedRoute:
     return RecordedRoute(
         path,
         operation,
         renamed_request,
-        lambda upstream, keeps_raw: TextReader(form),
+        lambda upstream, keeps_raw: TextReader(form, upstream.body),
         partial(_text_request, operation, request),
     )
 
 
-def _text_request(operation: str, read: Callable[[dict[str, Any]], Attributes], body: Any) -> Attributes:
+def _text_request(
+    operation: str, read: Callable[[Mapping[str, Any], dict[str, str]], Attributes], body: Any
+) -> Attributes:
     attributes: Attributes = {names.OPERATION_NAME: operation, names.PROVIDER_NAME: "vllm"}
-    if isinstance(body, dict):
-        attributes |= read(body)
-    return attributes
-
-
-def _responses_request(body: dict[str, Any]) -> Attributes:
-    attributes = other.responses_request(body)
-    kept = [name for name in ("previous_response_id", "conversation", "prompt") if body.get(name)]
-    if kept:  # the rest of the prompt is known to the engine only
-        reason = f"the request continues what the engine keeps: {', '.join(kept)}"
-        attributes[names.DROPPED] = chat.dumps({names.INPUT_MESSAGES: reason})
-    return attributes
-
-
-def _embeddings_request(body: dict[str, Any]) -> Attributes:
-    given = body.get("input")
-    texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        return {**chat.request_attributes(body), names.PURPOSE: "embedding"}
-    attributes = chat.request_attributes({key: value for key, value in body.items() if key != "input"})
-    parts = [{"type": "text", "content": text} for text in texts]
-    attributes[names.INPUT_MESSAGES] = chat.dumps([{"role": "user", "parts": parts}])
-    return {**attributes, names.PURPOSE: "embedding"}
-
-
-def _embeddings_reply(body: dict[str, Any]) -> Attributes:
-    usage = body.get("usage") or {}
-    found = {
-        names.RESPONSE_ID: body.get("id"),
-        names.RESPONSE_MODEL: body.get("model"),
-        names.INPUT_TOKENS: usage.get("prompt_tokens"),
-    }
-    return {name: value for name, value in found.items() if isinstance(value, str | int)}
+    if not isinstance(body, dict):
+        return attributes
+    dropped: dict[str, str] = {}
+    attributes |= read(body, dropped)
+    return attributes | ({names.DROPPED: chat.dumps(dropped)} if dropped else {})
 
 
 def _unfinished_response(body: Mapping[str, Any]) -> str | None:
@@ -110,10 +90,10 @@ ROUTES = (
     _text_route(
         "/v1/responses",
         "chat",
-        _responses_request,
+        responses_request,
         TextForm(
-            attributes=other.responses_response,
-            assemble=other.assemble_responses,
+            attributes=responses_response,
+            assemble=assemble_responses,
             ends=(b"event: response.completed\n", b"event: response.incomplete\n"),
             unfinished=_unfinished_response,
         ),
@@ -121,10 +101,10 @@ ROUTES = (
     _text_route(
         "/v1/messages",
         "chat",
-        other.messages_request,
+        messages_request,
         TextForm(
-            attributes=other.messages_response,
-            assemble=other.assemble_messages,
+            attributes=messages_response,
+            assemble=assemble_messages,
             ends=(b"event: message_stop\n",),
             unfinished=_unfinished_message,
         ),
@@ -132,8 +112,8 @@ ROUTES = (
     _text_route(
         "/v1/embeddings",
         "embeddings",
-        _embeddings_request,
-        TextForm(attributes=_embeddings_reply, parse=embeddings_reply),
+        embeddings_request,
+        TextForm(attributes=embeddings_response, parse=embeddings_reply),
     ),
 )
 PASSED_ON = ("/v1/messages/count_tokens", "/v1/responses/{response_id}/cancel")
