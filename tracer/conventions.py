@@ -81,6 +81,7 @@ REQUEST_EXTRA: Final = "spangrad.request.extra"  # JSON of request fields that g
 STREAM_COMPLETE: Final = "spangrad.stream.complete"  # False: abandoned or cancelled
 DROPPED: Final = "spangrad.dropped"  # JSON: what was dropped from this span and why
 RETRIES: Final = "spangrad.http.retries"
+TOKENS_IN: Final = "spangrad.tokens_in"  # "used", "fallback: <reason>" or "failed: <reason>"
 ENGINE: Final = "spangrad.engine"  # address of the engine that answered, as the gateway knows it
 CACHED: Final = "spangrad.call.cached"  # True: the reply came from a cache, nothing was sampled
 REDACTED: Final = "spangrad.redacted"  # JSON list: the places (attribute names) that redaction changed

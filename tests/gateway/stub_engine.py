@@ -11,6 +11,7 @@ The last message's words are the reply's tokens; a few words steer it:
   ERROR  an error event after a stream's second token, then [DONE], as vLLM does it
   ODD    a whole reply whose only choice is null
   SHORT  one token id fewer than logprobs
+  CUT    finish reason `length`, and no token that ends the turn
 
 Run as a program it prints its port and serves until it is killed.
 """
@@ -45,6 +46,11 @@ class StubEngine:
     weight_info_status: int = 200
     health_status: int = 200
     served: str = "stub"
+    has_template: bool = False
+    """It has /tokenize, and renders chats with `template_ids`."""
+    takes_ids: bool = True
+    """It takes prompt ids beside messages, as vLLM does since 0.30 or so."""
+    rendered: list[dict[str, Any]] = field(default_factory=list)
     release: threading.Event = field(default_factory=threading.Event)
     tell_version: threading.Event = field(default_factory=threading.Event)
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -67,6 +73,7 @@ class StubEngine:
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/completions", self.complete, methods=["POST"]),
                 Route("/v1/models", self.models),
+                Route("/tokenize", self.tokenize, methods=["POST"]),
                 Route("/health", self.health),
                 Route("/weight_info", self.weight_info),
                 Route("/pause", self.health, methods=["POST"]),
@@ -97,7 +104,8 @@ class StubEngine:
             error = {"message": "context too long", "type": "BadRequestError", "param": None, "code": 400}
             return JSONResponse({"error": error}, 400)
         tokens = tokens_of(text, tools=bool(body.get("tools")))
-        prompt = prompt_ids(body["messages"])
+        given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") if self.takes_ids else None
+        prompt = given or (template_ids(body) if self.has_template else prompt_ids(body["messages"]))
         if body.get("stream"):
             return StreamingResponse(
                 self._watched(self._chunks(body, text, tokens, prompt)), media_type="text/event-stream"
@@ -106,6 +114,14 @@ class StubEngine:
             await self.hold(request)
         reply = chat_reply(body, text, tokens, prompt)
         return JSONResponse(reply | {"choices": [None]} if "ODD" in text else reply)
+
+    async def tokenize(self, request: Request) -> Response:
+        body = json.loads(await request.body())
+        self.rendered.append(body)
+        if not self.has_template:
+            return Response(status_code=404)
+        ids = template_ids(body)
+        return JSONResponse({"count": len(ids), "max_model_len": 4096, "tokens": ids, "token_strs": None})
 
     async def complete(self, request: Request) -> Response:
         body = await self._body(request)
@@ -220,7 +236,7 @@ def tokens_of(text: str, *, tools: bool) -> list[Token]:
         return list(_tool_tokens())
     words = [f"{word} " for word in text.split()]
     tokens = [Token(token_id(word), word, {"content": word}) for word in words]
-    return [*tokens, Token(END_OF_TURN, "<end>", {})]
+    return tokens if "CUT" in text else [*tokens, Token(END_OF_TURN, "<end>", {})]
 
 
 def _tool_tokens() -> Iterator[Token]:
@@ -245,9 +261,20 @@ def prompt_ids(messages: list[dict[str, Any]]) -> list[int]:
     return [token_id(json.dumps(message, sort_keys=True)) for message in messages] + [1]
 
 
+def template_ids(body: dict[str, Any]) -> list[int]:
+    """A chat as ids: every text is one token, so a reply of several is never what was sampled."""
+    ids: list[int] = []
+    for message in body["messages"]:
+        content = json.dumps([message.get("content") or "", message.get("tool_calls") or []])
+        ids += [token_id(message["role"]), token_id(content), END_OF_TURN, 3]
+    return ids + ([4] if body.get("add_generation_prompt", True) else [])
+
+
 def finish_reason(text: str, tokens: list[Token]) -> str:
     if "ABORT" in text:
         return "abort"
+    if "CUT" in text:
+        return "length"
     return "tool_calls" if tokens[0].text == "<tool_call>" else "stop"
 
 

@@ -37,6 +37,7 @@ from spangrad.tracer.gateway.agent_keys import (
 from spangrad.tracer.gateway.call import Call, Counts, Services
 from spangrad.tracer.gateway.config import GatewayConfig
 from spangrad.tracer.gateway.engines import EnginePool
+from spangrad.tracer.gateway.follow_up import TokensIn
 from spangrad.tracer.gateway.http_parts import error_response
 from spangrad.tracer.gateway.operator_routes import Operator
 from spangrad.tracer.gateway.raw_log import RawLog
@@ -68,6 +69,7 @@ def create_app(config: GatewayConfig, *, exporter: SpanExporter | None = None) -
         engines=EnginePool(config),
         recorder=SpanRecorder(exporter or _exporter(config)),
         counts=Counts(),
+        tokens_in=TokensIn() if config.fidelity == "tokens-in" else None,
         raw_log=RawLog(config.raw_log) if config.raw_log is not None else None,
     )
 

@@ -22,6 +22,7 @@ from starlette.types import Message, Receive, Send
 from spangrad.tracer import conventions as names
 from spangrad.tracer.gateway.config import GatewayConfig
 from spangrad.tracer.gateway.engines import CONNECT_ERRORS, Engine, EnginePool, Lease
+from spangrad.tracer.gateway.follow_up import FollowUp, TokensIn
 from spangrad.tracer.gateway.http_parts import (
     engine_failure,
     error_body,
@@ -30,7 +31,7 @@ from spangrad.tracer.gateway.http_parts import (
     upstream_headers,
 )
 from spangrad.tracer.gateway.raw_log import RawLog
-from spangrad.tracer.gateway.readers import Facts, Problem, refusal
+from spangrad.tracer.gateway.readers import Facts, Problem, TokenReader, refusal
 from spangrad.tracer.gateway.rewrite import UpstreamRequest, dump
 from spangrad.tracer.gateway.routes import RecordedRoute
 from spangrad.tracer.gateway.spans import SpanRecorder, traceparent
@@ -60,6 +61,8 @@ class Services:
     engines: EnginePool
     recorder: SpanRecorder
     counts: Counts
+    tokens_in: TokensIn | None
+    """None: requests are sent as they are asked."""
     raw_log: RawLog | None
 
 
@@ -87,6 +90,11 @@ class Call:
         name = f"{route.operation} {model}" if isinstance(model, str) else route.operation
         self._span: Span = services.recorder.start(name, headers=headers, start_ns=start_ns)
         self._reader = route.reader(request, services.raw_log is not None)
+        self._follow_up: FollowUp | None = None
+        if services.tokens_in is not None and route.takes_ids:
+            rollout_id, attempt = origin.get(names.ROLLOUT_ID), origin.get(names.ATTEMPT)
+            self._follow_up = services.tokens_in.start(rollout_id, attempt, request)
+        self._content_sent = request.content
         self._error: Problem | None = None
         self._engine: Engine | None = None
         self._before: Observation | None = None
@@ -141,10 +149,13 @@ class Call:
             self._engine = engine
             if self._reader.has_tokens:
                 self._before = await engine.versions.observe(self._started_at - config.version_ttl_s)
+            if self._follow_up is not None and engine.provider == "vllm":
+                headers = upstream_headers(self._headers, config, engine.key)
+                self._content_sent = await self._follow_up.content(engine, headers)
             request = engine.client.build_request(
                 "POST",
                 engine.url + self._route.path,
-                content=self._request.content,
+                content=self._content_sent,
                 headers=upstream_headers(self._headers, config, engine.key, traceparent(self._span)),
             )
             try:
@@ -217,6 +228,8 @@ class Call:
     def _end(self) -> None:
         """Note the end once, before the client can know of it: a flush from then on waits for the span."""
         if self._held is None:
+            if self._follow_up is not None and isinstance(self._reader, TokenReader):
+                self._follow_up.end(self._reader.reply)
             self._held = self._services.recorder.hold()
             self._ended_at = time.monotonic()
             self._end_ns = time.time_ns()
@@ -242,7 +255,7 @@ class Call:
             services.raw_log.write(
                 self._span,
                 self._origin,
-                self._request.content,
+                self._content_sent,
                 self._reader.raw(),
                 is_stream=self._request.is_stream,
             )
@@ -256,6 +269,8 @@ class Call:
             names.ENGINE: self._engine.url,
             names.PROVIDER_NAME: self._engine.provider,
         }
+        if self._follow_up is not None and self._follow_up.outcome is not None:
+            engine[names.TOKENS_IN] = self._follow_up.outcome
         return {**self._origin, **engine}
 
     def _content(self, facts: Facts) -> dict[str, Any]:

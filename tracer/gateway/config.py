@@ -105,6 +105,9 @@ class GatewayConfig:
     """Longest silence of the engine, in seconds: until a reply, or between two chunks of a stream."""
     logprobs_mode: Literal["processed", "raw"] = "processed"
     """The engine's `--logprobs-mode`, without `_logprobs`; the engine doesn't tell, so it is stated here."""
+    fidelity: Literal["as-asked", "tokens-in"] = "as-asked"
+    """`tokens-in`: follow-up chat calls of a rollout are sent with its own token ids, which can change what
+    the policy sees; needs `POST /tokenize` of the engine."""
     initial_version: int | None = 0
     """Policy version of an engine whose weights were never replaced; None: unknown."""
     version_ttl_s: float = 0.25
@@ -153,6 +156,8 @@ class GatewayConfig:
             raise ConfigError(f"gateway.version_ttl_s is {self.version_ttl_s!r}; expected seconds, 0 or more")
         if self.policy not in ("trained", "frozen"):
             raise ConfigError(f"gateway.policy is {self.policy!r}; expected 'trained' or 'frozen'")
+        if self.fidelity not in ("as-asked", "tokens-in"):
+            raise ConfigError(f"gateway.fidelity is {self.fidelity!r}; expected 'as-asked' or 'tokens-in'")
         if self.logprobs_mode not in ("processed", "raw"):
             raise ConfigError(
                 f"gateway.logprobs_mode is {self.logprobs_mode!r}; expected 'processed' or 'raw'"

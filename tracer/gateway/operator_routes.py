@@ -44,6 +44,7 @@ class Operator:
                 "calls": services.counts.calls,
                 "failed": services.counts.failed,
                 "spans": services.recorder.counts(),
+                **({} if services.tokens_in is None else {"tokens_in": services.tokens_in.counts()}),
             }
         )
 

@@ -21,6 +21,8 @@ class ReplyChoice:
     message: dict[str, Any] = field(default_factory=dict)
     """OpenAI form; tool call arguments as the raw string."""
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    """vLLM's: the stop string or stop token that ended the choice; None: it ended by itself or was cut."""
     token_ids: list[int] | None = None
     logprobs: list[float] | None = None
     has_gap: bool = False
@@ -76,6 +78,8 @@ class Reply:
             choice = self.choices.setdefault(part.get("index", position), ReplyChoice())
             choice.add_tokens(part)
             choice.finish_reason = part.get("finish_reason") or choice.finish_reason
+            if part.get("stop_reason") is not None:
+                choice.stop_reason = part["stop_reason"]
             if part.get("prompt_token_ids") is not None:  # completions
                 self.prompt_token_ids = part["prompt_token_ids"]
             if part.get("message") is not None:

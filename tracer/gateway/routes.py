@@ -37,6 +37,8 @@ class RecordedRoute:
     """A reader for the reply; True: it keeps the raw reply for the raw log."""
     request: Callable[[Any], Attributes]
     """The client's JSON as span attributes; may raise on what it can't read."""
+    takes_ids: bool = False
+    """Whether the engine takes the prompt as ids beside messages."""
 
 
 def _token_route(path: str, route: Route) -> RecordedRoute:
@@ -46,6 +48,7 @@ def _token_route(path: str, route: Route) -> RecordedRoute:
         lambda raw, models: upstream_request(raw, route, models),
         lambda request, keeps_raw: TokenReader(request, route, keeps_raw=keeps_raw),
         lambda body: record.request_attributes(body, route),
+        takes_ids=route is Route.CHAT,
     )
 
 
