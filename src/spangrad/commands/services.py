@@ -46,6 +46,13 @@ class PolicyKind(StrEnum):
     FROZEN = "frozen"
 
 
+class Fidelity(StrEnum):
+    """How follow-up calls are sent to the engine."""
+
+    AS_ASKED = "as-asked"
+    TOKENS_IN = "tokens-in"
+
+
 def hub(
     store: StoreOption = DEFAULT_STORE,
     host: HostOption = "127.0.0.1",
@@ -97,6 +104,12 @@ def gateway(
     policy: Annotated[PolicyKind, typer.Option("--policy", help="Is this the model that is trained?")] = (
         PolicyKind.TRAINED
     ),
+    fidelity: Annotated[
+        Fidelity,
+        typer.Option(
+            "--fidelity", help="tokens-in: send a rollout's follow-up calls with its own token ids."
+        ),
+    ] = Fidelity.AS_ASKED,
     raw_log: Annotated[
         Path | None, typer.Option("--raw-log", help="Append the engine's raw replies here.")
     ] = None,
@@ -132,6 +145,7 @@ def gateway(
             port=port,
             agent_key=agent_key,
             policy=policy.value,
+            fidelity=fidelity.value,
             raw_log=raw_log,
         )
     )
