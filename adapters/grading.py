@@ -12,6 +12,7 @@ from typing import Any, Final
 from spangrad.adapters.messages import NO_CHAT_FORM
 from spangrad.adapters.model_call import Choice, Grade, Purpose
 from spangrad.adapters.reading import Reading
+from spangrad.tracer.wire.constraints import is_constrained
 
 MISSING_LOGPROB: Final = -9999.0
 """What vLLM reports for a token that has no logprob."""
@@ -106,7 +107,7 @@ def _without_text(reading: Reading) -> Iterator[str]:
 def _doubts(reading: Reading) -> Iterator[str]:
     for index, choice in enumerate(reading.choices):
         yield from _choice_doubts(index, choice)
-    if reading.is_constrained:
+    if reading.is_constrained or is_constrained({**reading.sampling, "tools": reading.tools}):
         yield "sampled under constraint"
     if reading.sampling.get("temperature") == 0:
         yield "sampled greedily: at temperature 0 every behaviour logprob is 0"

@@ -126,9 +126,10 @@ class StubEngine:
     async def complete(self, request: Request) -> Response:
         body = await self._body(request)
         tokens = tokens_of(body["prompt"], tools=False)
+        echoed = body["prompt"] if body.get("echo") and not body.get("return_token_ids") else ""
         choice = {
             "index": 0,
-            "text": "".join(token.text for token in tokens),
+            "text": echoed + "".join(token.text for token in tokens),
             "logprobs": None,
             "finish_reason": "stop",
             "stop_reason": None,

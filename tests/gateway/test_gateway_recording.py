@@ -13,8 +13,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from spangrad.tracer import conventions as names
 from spangrad.tracer.gateway import GatewayConfig, running
-from spangrad.tracer.gateway.record import request_attributes
-from spangrad.tracer.gateway.rewrite import Route
 from spangrad.tracer.spool import Spool
 from tests.gateway.gateway_setup import GatewayFactory, Setup, body, dropped, ids, logprobs, versions
 from tests.gateway.stub_engine import TOOL_ARGUMENTS, StubEngine, prompt_ids, tokens_of
@@ -171,26 +169,6 @@ def test_the_span_is_a_child_of_the_callers_and_the_engines_parent(gateway: Setu
     assert span.attributes[names.STATE_KEY] == "page 3"
     assert f"-{span.context.span_id:016x}-" in gateway.engine.headers[0]["traceparent"]
     assert span.instrumentation_scope is not None and span.instrumentation_scope.name == names.SCOPE_GATEWAY
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, False),
-        ({"tools": TOOLS}, False),
-        ({"tools": TOOLS, "tool_choice": "none"}, False),
-        ({"tools": TOOLS, "tool_choice": "required"}, True),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "look"}}}, True),
-        ({"tools": [{"type": "function", "function": {"name": "look", "strict": True}}]}, True),
-        ({"response_format": {"type": "text"}}, False),
-        ({"response_format": {"type": "json_object"}}, True),
-        ({"structured_outputs": {"regex": "[0-9]"}}, True),
-        ({"guided_choice": ["a"]}, True),
-        ({"allowed_token_ids": [1]}, True),
-    ],
-)
-def test_calls_whose_distribution_was_masked_are_marked(settings: dict[str, Any], expected: bool) -> None:
-    assert request_attributes(body("a", **settings), Route.CHAT)[names.CONSTRAINED] is expected
 
 
 def test_request_fields_without_a_standard_name_are_kept(gateway: Setup) -> None:

@@ -12,13 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spangrad.tracer import conventions as names
-from spangrad.tracer.gateway.reply import Reply, ReplyChoice
+from spangrad.tracer.gateway.reply import NO_LOGPROB, Reply, ReplyChoice
 from spangrad.tracer.gateway.rewrite import Route
 from spangrad.tracer.wire import chat
+from spangrad.tracer.wire.constraints import is_constrained
 from spangrad.tracer.wire.messages import output_message
-
-_MASKS = ("guided_decoding", "allowed_token_ids", "bad_words", "logit_bias")
-"""Fields beside those that `chat.is_constrained` knows which take tokens away from the policy."""
 
 
 def choice_count(body: Any) -> int:
@@ -31,23 +29,12 @@ def request_attributes(body: Any, route: Route) -> dict[str, Any]:
     """Attributes of a request as the client sent it. Raises TypeError and the like if it can't be read."""
     attributes: dict[str, Any] = {names.OPERATION_NAME: route.value, names.PROVIDER_NAME: "vllm"}
     if isinstance(body, dict):
-        attributes |= chat.request_attributes(body)
+        dropped: dict[str, str] = {}
+        attributes |= chat.request_attributes(body, dropped)
         attributes[names.CONSTRAINED] = is_constrained(body)
+        if dropped:
+            attributes[names.DROPPED] = chat.dumps(dropped)
     return attributes
-
-
-def is_constrained(body: Mapping[str, Any]) -> bool:
-    """Whether the request masks what the policy could have said.
-
-    A strict tool counts too: vLLM's parsers with structural tags then force its
-    grammar, even where the choice of tool is left to the model.
-    """
-    if chat.is_constrained(body) or any(body.get(field) for field in _MASKS):
-        return True
-    if body.get("tool_choice") == "none":
-        return False
-    functions = (tool.get("function") for tool in body.get("tools") or () if isinstance(tool, dict))
-    return any(isinstance(function, dict) and function.get("strict") is True for function in functions)
 
 
 def reply_attributes(
@@ -71,7 +58,7 @@ def reply_attributes(
     if choices:
         attributes[names.RESPONSE_FINISH_REASONS] = [choice.finish_reason or "" for choice in choices]
         attributes[names.OUTPUT_MESSAGES] = chat.dumps(
-            [output_message(choice.message, choice.finish_reason) for choice in choices]
+            [output_message(_said(choice, body, dropped), choice.finish_reason) for choice in choices]
         )
         dropped |= _add_tokens(attributes, reply, body, version)
         if any(name.startswith(names.SAMPLED_LOGPROBS) for name in attributes):
@@ -99,17 +86,18 @@ def _add_tokens(attributes: dict[str, Any], reply: Reply, body: Any, version: in
         if choice.token_ids is None:
             dropped[names.choice_key("sampled_token_ids", index)] = "the engine sent none"
             continue
-        if (problem := sum_problem or _length_problem(choice.token_ids, choice.logprobs)) is not None:
+        logprobs = _without_prompt(choice, reply, body)
+        if (problem := sum_problem or _length_problem(choice.token_ids, logprobs)) is not None:
             dropped[names.choice_key("sampled_token_ids", index)] = problem
             continue
         attributes[names.choice_key(names.SAMPLED_TOKEN_IDS, index)] = names.pack_ints(choice.token_ids)
         if version is not None:
             packed = names.pack_ints([version] * len(choice.token_ids))
             attributes[names.choice_key(names.POLICY_VERSIONS, index)] = packed
-        if (missing := _logprobs_problem(choice, body)) is not None:
+        if (missing := _logprobs_problem(logprobs, body)) is not None:
             dropped[names.choice_key("sampled_logprobs", index)] = missing
-        elif choice.logprobs is not None:
-            packed = names.pack_floats(choice.logprobs)
+        elif logprobs is not None:
+            packed = names.pack_floats(logprobs)
             attributes[names.choice_key(names.SAMPLED_LOGPROBS, index)] = packed
     return dropped
 
@@ -132,10 +120,43 @@ def _length_problem(token_ids: Sequence[int], logprobs: Sequence[float] | None) 
     return f"{len(token_ids)} token ids, {len(logprobs)} logprobs"
 
 
-def _logprobs_problem(choice: ReplyChoice, body: Any) -> str | None:
-    if choice.logprobs is None:
+def _said(choice: ReplyChoice, body: Any, dropped: dict[str, str]) -> dict[str, Any]:
+    """A choice's message without the part of the prompt that `echo` puts before it."""
+    content = choice.message.get("content")
+    if not isinstance(body, dict) or not body.get("echo") or not isinstance(content, str):
+        return choice.message
+    echoed = _echoed(body)
+    if echoed is None or not content.startswith(echoed):
+        dropped[names.OUTPUT_MESSAGES] = "echo: it is not known where the prompt ends and the reply begins"
+        return choice.message
+    return {**choice.message, "content": content[len(echoed) :]}
+
+
+def _echoed(body: Mapping[str, Any]) -> str | None:
+    """What vLLM puts before a reply; None: not known."""
+    messages = body.get("messages")
+    if messages is None:  # with ids vLLM leaves the prompt out of the text
+        return "" if body.get("return_token_ids") else chat.single_prompt(body)
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        return ""
+    content = last.get("content") or ""
+    return content if isinstance(content, str) else None
+
+
+def _without_prompt(choice: ReplyChoice, reply: Reply, body: Any) -> list[float] | None:
+    """A choice's logprobs without those of the prompt, which `echo` puts before them on /completions."""
+    logprobs, ids, prompt = choice.logprobs, choice.token_ids or [], reply.prompt_token_ids or []
+    is_echo = isinstance(body, dict) and "messages" not in body and bool(body.get("echo"))
+    if logprobs is not None and is_echo and len(logprobs) == len(prompt) + len(ids):
+        return logprobs[len(prompt) :]
+    return logprobs
+
+
+def _logprobs_problem(logprobs: Sequence[float] | None, body: Any) -> str | None:
+    if logprobs is None:
         return "the engine sent none"
-    if choice.has_gap:
+    if any(value <= NO_LOGPROB for value in logprobs):
         return "a sampled token came without a logprob"
     if isinstance(body, dict) and body.get("use_beam_search"):
         return "beam search does not sample"

@@ -25,8 +25,7 @@ class ReplyChoice:
     """vLLM's: the stop string or stop token that ended the choice; None: it ended by itself or was cut."""
     token_ids: list[int] | None = None
     logprobs: list[float] | None = None
-    has_gap: bool = False
-    """A token came without a logprob."""
+    """`NO_LOGPROB` where a token came without one."""
 
     def add_tokens(self, choice: Mapping[str, Any]) -> None:
         """Append the ids and logprobs of a choice or of its delta."""
@@ -39,7 +38,6 @@ class ReplyChoice:
         if values is None:  # chat
             values = [item.get("logprob") for item in block.get("content") or ()]
         known = [NO_LOGPROB if value is None else value for value in values]
-        self.has_gap = self.has_gap or any(value <= NO_LOGPROB for value in known)
         self.logprobs = (self.logprobs or []) + known
 
     def add_delta(self, delta: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 from spangrad.tracer import conventions as c
 from spangrad.tracer.wire import media, tokens
+from spangrad.tracer.wire.constraints import is_constrained
 from spangrad.tracer.wire.messages import input_message, output_message
 
 Attributes = dict[str, Any]
@@ -29,13 +30,6 @@ _INTEGERS = {
     "n": c.REQUEST_CHOICE_COUNT,
 }
 _CONTENT = frozenset({"messages", "prompt", "tools", "functions", "model", "stream", "stop"})
-_CONSTRAINTS = (
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-)
 USAGE = {
     "prompt_tokens": c.INPUT_TOKENS,
     "completion_tokens": c.OUTPUT_TOKENS,
@@ -142,19 +136,6 @@ def prompt_count(request: Mapping[str, Any]) -> int:
     prompt = request.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
     return len(prompt) if several and isinstance(prompt, list) else 1
-
-
-def is_constrained(request: Mapping[str, Any]) -> bool:
-    """Whether a grammar or a forced tool choice masked the distribution that was sampled from."""
-    tool_choice = request.get("tool_choice")
-    if tool_choice == "required" or isinstance(tool_choice, Mapping):
-        return True
-    if isinstance(request.get("function_call"), Mapping):
-        return True
-    response_format = request.get("response_format")
-    if isinstance(response_format, Mapping) and response_format.get("type") != "text":
-        return True
-    return any(request.get(key) is not None for key in _CONSTRAINTS)
 
 
 def response_attributes(
