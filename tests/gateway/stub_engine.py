@@ -50,6 +50,7 @@ class StubEngine:
     """It has /tokenize, and renders chats with `template_ids`."""
     takes_ids: bool = True
     """It takes prompt ids beside messages, as vLLM does since 0.30 or so."""
+    keeps_responses: bool = True
     rendered: list[dict[str, Any]] = field(default_factory=list)
     release: threading.Event = field(default_factory=threading.Event)
     tell_version: threading.Event = field(default_factory=threading.Event)

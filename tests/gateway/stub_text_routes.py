@@ -69,6 +69,8 @@ class TextRoutes:
         return JSONResponse(_response(body, _items(body, text), status))
 
     async def stored_response(self, request: Request) -> Response:
+        if not self._engine.keeps_responses:
+            return JSONResponse({"error": {"message": "not found", "type": "NotFoundError"}}, 404)
         answer = {"id": request.path_params["response_id"], "object": "response", "method": request.method}
         return JSONResponse(answer)
 

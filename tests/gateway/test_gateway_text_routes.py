@@ -12,7 +12,7 @@ import pytest
 
 from spangrad.tracer import conventions as names
 from tests.gateway.gateway_setup import GatewayFactory, Setup, dropped, gateway_before
-from tests.gateway.stub_engine import StubEngine
+from tests.gateway.stub_engine import StubEngine, stub_engine
 from tests.waiting import wait_until
 
 TOOL = {"name": "look", "description": "looks", "input_schema": {"type": "object"}}
@@ -147,6 +147,20 @@ def test_stored_responses_are_read_and_cancelled_without_a_span(gateway: Setup) 
         assert sdk.responses.retrieve("resp_5").id == "resp_5"
         assert sdk.responses.cancel("resp_6").model_extra == {"method": "POST"}
     assert gateway.spans() == []
+
+
+@pytest.mark.parametrize("keeper", [0, 1, None])
+def test_a_stored_response_is_found_at_the_engine_that_keeps_it(
+    engine: StubEngine, start_gateway: GatewayFactory, keeper: int | None
+) -> None:
+    with stub_engine() as second:
+        engines = (engine, second)
+        for number, one in enumerate(engines):
+            one.keeps_responses = number == keeper
+        gateway = start_gateway(engine_url=None, engines=[one.url for one in engines])
+        for method, path in (("GET", "resp_5"), ("POST", "resp_5/cancel")):
+            answer = httpx.request(method, f"{gateway.url}/v1/responses/{path}")
+            assert answer.status_code == (404 if keeper is None else 200), path
 
 
 def test_counting_tokens_is_passed_on_without_a_span(start_gateway: GatewayFactory) -> None:

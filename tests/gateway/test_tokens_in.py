@@ -256,6 +256,10 @@ def test_a_last_token_that_the_template_does_not_end_turns_with_falls_back() -> 
     turns, _ = remembered(asked(user("q")), said("ab"), [777, 50])
     reason = follow(turns, asked(user("q"), said("ab"), user("r")), Template())
     assert reason == "the turn's last token does not end a turn: 50"
+    (letter,) = chars("r")  # also not if what follows has it
+    turns, _ = remembered(asked(user("q")), said("ab"), [777, letter])
+    reason = follow(turns, asked(user("q"), said("ab"), user("r")), Template())
+    assert reason == f"the turn's last token does not end a turn: {letter}"
 
 
 @pytest.mark.parametrize(
@@ -301,6 +305,14 @@ def test_memory_is_bounded_and_the_turn_used_longest_ago_makes_way() -> None:
     assert turns.find(("r-50", 0), follow_up) == Fallback("first call of the rollout")
     turns.remember(("r-99", 0), asked(user("q")), said("a"), list(range(20)), is_cut=False)  # the same again
     assert turns.size_bytes <= 10_000
+
+
+def test_the_same_call_again_takes_no_more_memory() -> None:
+    turns, sizes = Turns(), []
+    for _ in range(3):
+        turns.remember(OWNER, asked(user("q")), said("a"), [1, 2, END], is_cut=False)
+        sizes.append(turns.size_bytes)
+    assert len(set(sizes)) == 1
 
 
 def test_a_turn_larger_than_the_memory_is_not_kept() -> None:

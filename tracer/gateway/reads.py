@@ -17,6 +17,9 @@ from spangrad.tracer.gateway.http_parts import engine_failure, error_response, r
 from spangrad.tracer.gateway.raw_log import parse_json
 from spangrad.tracer.gateway.rewrite import renamed_request
 
+RESPONSES = "/v1/responses/"
+"""Below it are responses that one engine keeps and the others do not know."""
+
 
 class Reads:
     """Handlers of what agents may ask without being recorded."""
@@ -58,10 +61,11 @@ class Reads:
         content: bytes | None = None,
         engines: Sequence[Engine] | None = None,
     ) -> Response:
-        """Ask `engines`, or all, in turn until one can be connected to."""
+        """Ask `engines`, or all, in turn until one can be connected to and knows the response asked for."""
         if ".." in path.split("/"):
             return error_response(404, "not_found", f"no path {path}")
         failures: list[str] = []
+        unknown: httpx.Response | None = None
         for engine in engines or self._services.engines.healthy_first():
             try:
                 upstream = await self._ask(engine, request, path, content)
@@ -73,9 +77,11 @@ class Reads:
                 status, message = engine_failure(error, engine.url, timeout_s)
                 return error_response(status, "engine_error", message, path=path)
             else:
-                response = Response(upstream.content, upstream.status_code)
-                response.raw_headers = [*response.raw_headers, *reply_headers(upstream.headers)]
-                return response
+                if upstream.status_code != 404 or not path.startswith(RESPONSES):
+                    return _answer(upstream)
+                unknown = upstream
+        if unknown is not None:
+            return _answer(unknown)
         message = f"no engine answers: {', '.join(failures)}"
         return error_response(502, "engine_error", message, path=path)
 
@@ -110,3 +116,9 @@ class Reads:
         return await engine.client.request(
             "GET" if content is None else "POST", url, headers=headers, content=content
         )
+
+
+def _answer(upstream: httpx.Response) -> Response:
+    response = Response(upstream.content, upstream.status_code)
+    response.raw_headers = [*response.raw_headers, *reply_headers(upstream.headers)]
+    return response
