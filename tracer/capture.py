@@ -14,7 +14,6 @@ Invariants:
 * Installing twice is installing once; `uninstall` restores what was there.
 """
 
-import contextlib
 import functools
 import logging
 import time
@@ -41,10 +40,18 @@ _TARGETS = {
     "litellm.llms.custom_httpx.aiohttp_transport": (("LiteLLMAiohttpTransport", "handle_async_request"),),
 }
 _SUFFIXES = {("/" + route).encode(): route for route in sorted(ROUTES, key=len, reverse=True)}
-_ENDINGS = tuple(_SUFFIXES)
 _MARK = "_spangrad_recorded"
-_TOLD = ((c.STEP_NAME, c.HEADER_STEP), (c.STATE_KEY, c.HEADER_STATE), (c.PURPOSE, c.HEADER_PURPOSE))
-_RETRY_HEADER = "x-stainless-retry-count"
+_TOLD = tuple(
+    (name, header, header.encode())
+    for name, header in (
+        (c.STEP_NAME, c.HEADER_STEP),
+        (c.STATE_KEY, c.HEADER_STATE),
+        (c.PURPOSE, c.HEADER_PURPOSE),
+    )
+)
+_RETRY_HEADER = b"x-stainless-retry-count"
+_PURPOSE_HEADER = c.HEADER_PURPOSE.encode()
+_ROLLOUT_HEADER = c.HEADER_ROLLOUT.encode()
 
 _originals: dict[tuple[type, str], Any] = {}
 _said = Periodically()
@@ -126,14 +133,17 @@ def _begin(request: Any) -> "_Call | None":
         runtime = active()
         if runtime is None or request.method != "POST" or hasattr(request, _MARK):
             return None
-        path = request.url.raw_path.partition(b"?")[0]
-        if not path.endswith(_ENDINGS):
-            return None
-        route = next(_SUFFIXES[ending] for ending in _ENDINGS if path.endswith(ending))
-        return _Call(runtime, request, route)
+        route = _route(request.url.raw_path)
+        return None if route is None else _Call(runtime, request, route)
     except Exception:
         _log_failure()
         return None
+
+
+@functools.lru_cache(maxsize=256)
+def _route(target: bytes) -> str | None:
+    path = target.partition(b"?")[0]
+    return next((route for ending, route in _SUFFIXES.items() if path.endswith(ending)), None)
 
 
 def _fail(call: "_Call", request: Any, error: BaseException) -> None:
@@ -146,8 +156,9 @@ def _watch(call: "_Call", request: Any, response: Any, tee: type) -> Any:
     try:
         raw = call.raw
         raw.status_code = response.status_code
-        raw.content_type = response.headers.get("content-type", "")
-        raw.content_encoding = response.headers.get("content-encoding", "")
+        got = _by_name(response.headers)
+        raw.content_type = got.get(b"content-type", b"").decode("latin-1")
+        raw.content_encoding = got.get(b"content-encoding", b"").decode("latin-1")
         raw.response_headers = response.headers
         response.stream = tee(response.stream, call)
     except Exception:
@@ -156,9 +167,13 @@ def _watch(call: "_Call", request: Any, response: Any, tee: type) -> Any:
     return response
 
 
+def _by_name(headers: Any) -> dict[bytes, bytes]:
+    """Headers for several look-ups: each one in httpx's own object goes through them all."""
+    return {name.lower(): value for name, value in headers.raw}
+
+
 def _unmark(request: Any) -> None:
-    with contextlib.suppress(AttributeError):
-        delattr(request, _MARK)
+    vars(request).pop(_MARK, None)
 
 
 def _log_failure() -> None:
@@ -175,27 +190,28 @@ class _Call:
         self._runtime = runtime
         rollout = current_rollout()
         parent, place = place_of_call(rollout)
-        headers = request.headers
+        sent = _by_name(request.headers)
         attributes: dict[str, Any] = place if rollout is None else rollout_attributes(rollout) | place
-        retries = headers.get(_RETRY_HEADER)
-        if retries is not None and retries != "0" and retries.isdecimal():
+        retries = sent.get(_RETRY_HEADER, b"0")
+        if retries != b"0" and retries.isdigit():
             attributes[c.RETRIES] = int(retries)
-        purpose = headers.get(c.HEADER_PURPOSE)
+        purpose = sent.get(_PURPOSE_HEADER)
         if purpose is not None:
-            attributes[c.PURPOSE] = purpose
+            attributes[c.PURPOSE] = purpose.decode("latin-1")
         url = request.url
+        host = url.host
         self.raw = RawCall(
             context=runtime.new_context(parent),
             parent=parent,
             start_ns=time.time_ns(),
             route=route,
-            host=url.host,
+            host=host,
             port=url.port,
             request_body=getattr(request, "_content", None),
             attributes=attributes,
         )
-        if runtime.destinations.allow(url.host):
-            self._tell(headers, attributes)
+        if runtime.destinations.allow(host):
+            self._tell(request.headers, sent, attributes)
         setattr(request, _MARK, True)
         _open_calls.add(self)
 
@@ -232,18 +248,19 @@ class _Call:
         except Exception:
             _log_failure()
 
-    def _tell(self, headers: Any, attributes: dict[str, Any]) -> None:
-        if "traceparent" not in headers:  # the application's own tracing has been here
+    def _tell(self, headers: Any, sent: dict[bytes, bytes], attributes: dict[str, Any]) -> None:
+        if b"traceparent" not in sent:  # the application's own tracing has been here
             headers["traceparent"] = traceparent(self.raw.context)
         rollout_id = attributes.get(c.ROLLOUT_ID)
-        if rollout_id is not None and c.HEADER_ROLLOUT not in headers:
+        if rollout_id is not None and _ROLLOUT_HEADER not in sent:
             headers[c.HEADER_ROLLOUT] = _header_value(rollout_id)
             headers[c.HEADER_ATTEMPT] = str(attributes[c.ATTEMPT])
-        for name, header in _TOLD:
-            if name in attributes and header not in headers:
+        for name, header, sent_as in _TOLD:
+            if name in attributes and sent_as not in sent:
                 headers[header] = _header_value(attributes[name])
 
 
+@functools.lru_cache(maxsize=256)
 def _header_value(text: str) -> str:
     """`text` as a header can hold it: printable ASCII, the rest as `?`."""
     return "".join(char if " " <= char <= "~" else "?" for char in text).strip()

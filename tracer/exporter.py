@@ -29,22 +29,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
-)
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from spangrad.errors import ConfigError
+from spangrad.tracer.otlp import encode_request, encode_span
 from spangrad.tracer.spool import Spool
 
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 4 * 2**20
 """Batches above it are split, down to single spans."""
+_RESOURCE_BYTES = 64 * 2**10
+"""Kept free in a request for what describes the process."""
 _RETRY_LATER = frozenset({401, 403, 404, 408, 425, 429})
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
@@ -60,11 +57,19 @@ def spool_of_store(store_path: str | os.PathLike[str]) -> Path:
 
 def encode(spans: Sequence[ReadableSpan]) -> list[bytes]:
     """OTLP `ExportTraceServiceRequest`s of these spans, none above `MAX_REQUEST_BYTES` unless one span is."""
-    request: bytes = encode_spans(spans).SerializeToString()
-    if len(request) <= MAX_REQUEST_BYTES or len(spans) < 2:
-        return [request]
-    middle = len(spans) // 2
-    return encode(spans[:middle]) + encode(spans[middle:])
+    requests: list[bytes] = []
+    together: list[tuple[ReadableSpan, bytes]] = []
+    size = 0
+    for span in spans:
+        encoded = encode_span(span)
+        if together and size + len(encoded) > MAX_REQUEST_BYTES - _RESOURCE_BYTES:
+            requests.append(encode_request(together))
+            together, size = [], 0
+        together.append((span, encoded))
+        size += len(encoded) + 8  # its tag and length
+    if together:
+        requests.append(encode_request(together))
+    return requests
 
 
 class SpoolExporter(SpanExporter):
@@ -360,6 +365,9 @@ def _result(good: bool) -> SpanExportResult:
 
 
 def _span_count(request: bytes) -> int:
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
     try:
         resources = ExportTraceServiceRequest.FromString(request).resource_spans
     except DecodeError:
@@ -368,6 +376,11 @@ def _span_count(request: bytes) -> int:
 
 
 def _rejected_spans(answer: bytes) -> int:
+    if not answer:  # an empty message: protobuf is not loaded into the agent's process for that
+        return 0
+    from google.protobuf.message import DecodeError
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
     try:
         return int(ExportTraceServiceResponse.FromString(answer).partial_success.rejected_spans)
     except DecodeError:  # not OTLP's answer, but a success

@@ -8,6 +8,7 @@ Knows queues and threads; it does not know what the items are. Invariants:
   the parent's to export.
 """
 
+import contextlib
 import logging
 import queue
 import threading
@@ -25,7 +26,6 @@ MAX_ITEMS = 16_384
 MAX_BYTES = 256 * 2**20
 _BATCH_ITEMS = 256
 _LINGER_S = 0.2
-_LINGER_SLICE_S = 0.02
 _IDLE_S = 1.0
 
 
@@ -94,7 +94,7 @@ class Worker(Generic[T]):
         if self._thread is None:
             return True
         done = threading.Event()
-        self._hurry = True
+        self._hurry.put(None)
         self._queue.put(done)
         return done.wait(timeout_s)
 
@@ -126,7 +126,7 @@ class Worker(Generic[T]):
         self._thread = None
         self._items_in = self._items_out = 0
         self._bytes_in = self._bytes_out = 0
-        self._hurry = False
+        self._hurry: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def _run(self) -> None:
         items = self._queue
@@ -156,15 +156,24 @@ class Worker(Generic[T]):
                 except queue.Empty:
                     break
             self._export(batch)
-            self._hurry = self._hurry and not waiting
+            if waiting:
+                self._wait_again()
             for done in waiting:
                 done.set()
 
+    def _wait_again(self) -> None:
+        """Forget that somebody was in a hurry."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._hurry.get_nowait()
+
     def _linger(self) -> None:
-        """Give a batch time to grow, unless somebody waits."""
-        deadline = time.monotonic() + _LINGER_S
-        while not self._hurry and time.monotonic() < deadline:
-            time.sleep(_LINGER_SLICE_S)
+        """Give a batch time to grow, unless somebody waits.
+
+        The thread sleeps through it: each time that it wakes it takes the interpreter from the agent.
+        """
+        with contextlib.suppress(queue.Empty):
+            self._hurry.get(timeout=_LINGER_S)
 
     def _export(self, batch: list[T]) -> None:
         spans = []

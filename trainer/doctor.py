@@ -29,7 +29,6 @@ REQUIRED: Final = (
     "opentelemetry-api",
     "opentelemetry-sdk",
     "opentelemetry-proto",
-    "opentelemetry-exporter-otlp-proto-common",
     "protobuf",
     "numpy",
     "duckdb",
