@@ -34,6 +34,7 @@ from spangrad.tracer.wire import chat
 from spangrad.tracer.wire.anthropic import assemble_messages, messages_request, messages_response
 from spangrad.tracer.wire.caching import is_served_by_cache
 from spangrad.tracer.wire.embeddings import embeddings_request, embeddings_response
+from spangrad.tracer.wire.repeated import Reader
 from spangrad.tracer.wire.responses import assemble_responses, responses_request, responses_response
 from spangrad.tracer.wire.streams import Assembled, assemble_chat
 
@@ -134,8 +135,13 @@ _ROUTES = {
 ROUTES = tuple(_ROUTES)
 
 
-def span_of(call: RawCall, resource: Resource, scope: InstrumentationScope) -> ReadableSpan | None:
-    """Build the span of a finished exchange; None if it turns out to be no model call."""
+def span_of(
+    call: RawCall, resource: Resource, scope: InstrumentationScope, requests: Reader
+) -> ReadableSpan | None:
+    """Build the span of a finished exchange; None if it turns out to be no model call.
+
+    `requests` has read the calls before.
+    """
     route = _ROUTES[call.route]
     dropped: dict[str, str] = {}
     attributes: dict[str, Any] = {
@@ -146,7 +152,7 @@ def span_of(call: RawCall, resource: Resource, scope: InstrumentationScope) -> R
     }
     if call.port is not None:
         attributes["server.port"] = call.port
-    request = _request(call, route, attributes, dropped)
+    request = _request(call, route, requests, attributes, dropped)
     if route.content and not ("model" in request and route.content & request.keys()):
         return None
     status = _response(call, route, request, attributes, dropped)
@@ -170,18 +176,22 @@ def span_of(call: RawCall, resource: Resource, scope: InstrumentationScope) -> R
 
 
 def _request(
-    call: RawCall, route: _Route, attributes: dict[str, Any], dropped: dict[str, str]
+    call: RawCall,
+    route: _Route,
+    requests: Reader,
+    attributes: dict[str, Any],
+    dropped: dict[str, str],
 ) -> dict[str, Any]:
     if call.request_body is None:
         dropped["request"] = "the client streamed its body"
         return {}
     try:
-        request = json.loads(call.request_body)
+        request = requests.read(call.request_body)
         attributes.update(route.request(request, dropped))
     except Exception as error:  # foreign data: whatever it is, the span must come out
         dropped["request"] = f"can't be read: {type(error).__name__}: {error}"[:_MESSAGE_CHARS]
         return {}
-    return dict(request)
+    return request
 
 
 def _response(

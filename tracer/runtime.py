@@ -26,6 +26,7 @@ from spangrad.tracer.calls import RawCall, span_of
 from spangrad.tracer.exporter import Exporter
 from spangrad.tracer.propagation import Destinations
 from spangrad.tracer.redaction import Rule, redacted_span
+from spangrad.tracer.wire.repeated import Reader
 from spangrad.tracer.worker import Worker
 
 _MANY = 2**20
@@ -88,6 +89,7 @@ class Runtime:
         self.redact: Rule | None = None
         """What every text goes through before it leaves the process."""
         self.worker: Worker[Captured] = Worker(exporter, self._finish)
+        self._requests = Reader()
         self._ids = RandomIds()
         self._scope = InstrumentationScope(c.SCOPE_TRACER, version)
         self._provider = TracerProvider(
@@ -123,13 +125,14 @@ class Runtime:
 
     def after_fork_in_child(self) -> None:
         """Start anew in a child process."""
+        self._requests = Reader()  # the parent's thread may have been in the middle of it
         self.worker.after_fork_in_child()
 
     def _finish(self, item: Captured) -> ReadableSpan | None:
         if isinstance(item, EndedSpan):
             return redacted_span(item.span, self.redact)
         if isinstance(item, RawCall):
-            span = span_of(item, self._provider.resource, self._scope)
+            span = span_of(item, self._provider.resource, self._scope, self._requests)
             return span if span is None or self.redact is None else redacted_span(span, self.redact)
         return redacted_span(item.readable(self._provider.resource, self._scope), self.redact)
 

@@ -54,7 +54,7 @@ class Spool:
             self._own_process()
         with self._lock:
             try:
-                written = self._append(_HEADER.pack(len(record), zlib.crc32(record)) + record)
+                written = self._append(_HEADER.pack(len(record), zlib.crc32(record)), record)
             except OSError as error:
                 logger.debug("spool %s: %s", self.directory, error)
                 self._close_segment()
@@ -92,25 +92,27 @@ class Spool:
         self._total = 0
         self._scanned_at = float("-inf")
 
-    def _append(self, framed: bytes) -> bool:
+    def _append(self, header: bytes, record: bytes) -> bool:
+        size = len(header) + len(record)
         now = time.monotonic()
         if now - self._scanned_at > _SCAN_EVERY_S:
             self._total, self._scanned_at = self.size_bytes(), now
-        if self._total + len(framed) > self.max_bytes:
+        if self._total + size > self.max_bytes:
             return False
-        fd = self._lock_segment(len(framed))
+        fd = self._lock_segment(size)
         try:
             end = os.fstat(fd).st_size
             try:
-                view = memoryview(framed)
-                while view:
-                    view = view[os.write(fd, view) :]
+                written = os.writev(fd, (header, record))
+                while written < size:  # a disk that is almost full takes a part
+                    rest = (header + record)[written:]
+                    written += os.write(fd, rest)
             except OSError:
                 os.ftruncate(fd, end)
                 raise
         finally:
             fcntl.flock(fd, fcntl.LOCK_UN)
-        self._total += len(framed)
+        self._total += size
         return True
 
     def _lock_segment(self, size: int) -> int:

@@ -16,12 +16,11 @@ import json
 import logging
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -243,7 +242,7 @@ def switch(before: dict[tuple[type, str], Any]) -> tuple[Switch, list[str]]:
 
 
 def measure(tracer: str, kind: str, rounds: int) -> dict[str, Any]:
-    """Seconds of CPU a call: of its thread and of the process, least and median over the blocks."""
+    """Seconds of CPU a call, of its thread and of the process: without a tracer, and what each adds."""
     before = snapshot()
     arguments = requests()[kind]
     chat = client(Pool(reply(24, 0) if kind == "small" else reply(96, 1200)))
@@ -262,44 +261,119 @@ def measure(tracer: str, kind: str, rounds: int) -> dict[str, Any]:
             "span": (False, manual, flush_manual),
             "on": (True, plain, flush),
         }
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in modes}
-        for turn_number in range(-2, rounds):
-            order = list(modes) if turn_number % 2 else list(modes)[::-1]
-            for name in order:
+        found: dict[str, list[Cost]] = {name: [] for name in modes}
+        for number in range(-2, rounds):
+            for name in modes if number % 2 else reversed(modes):
                 on, call, flush_it = modes[name]
                 turn(on)
                 call()
                 flush_it()
-                process, thread = time.process_time(), time.thread_time()
-                for _ in range(CALLS[kind]):
-                    call()
-                thread = time.thread_time() - thread
-                flush_it()
-                process = time.process_time() - process
-                if turn_number >= 0:
-                    found[name].append((thread / CALLS[kind], process / CALLS[kind]))
+                cost = _cost([call] * CALLS[kind], flush_it)
+                if number >= 0:
+                    found[name].append(cost)
         turn(True)
-    columns = {name: list(zip(*numbers, strict=True)) for name, numbers in found.items()}
-    result: dict[str, Any] = {"tracer": tracer, "kind": kind, "patched": patched}
-    for position, whose in enumerate(("thread", "process")):
-        result[whose] = {
-            name: {"min": min(column[position]), "median": statistics.median(column[position])}
-            for name, column in columns.items()
+    return {"tracer": tracer, "kind": kind, "patched": patched} | {
+        whose: {
+            "off": statistics.median(cost[position] for cost in found["off"]),
+            "span": _added(found["span"], found["off"], position),
+            "on": _added(found["on"], found["off"], position),
+            "span, minima": _least(found["span"], position) - _least(found["off"], position),
+            "on, minima": _least(found["on"], position) - _least(found["off"], position),
         }
-    return result
+        for position, whose in enumerate(("thread", "process"))
+    }
+
+
+def measure_long(tracer: str, rounds: int) -> dict[str, Any]:
+    """Seconds of CPU of the process that recording adds to the first and to the last calls of a long agent.
+
+    `reading` is what decoding the JSON of the last calls' requests and replies takes once.
+    """
+    before = snapshot()
+    pool = Pool(b"")
+    chat = client(pool)
+    turns: list[dict[str, Any]] = [*requests()["agent"]["messages"][:2]]
+    calls: list[tuple[bytes, dict[str, Any]]] = []
+    for number in range(LONG):
+        prompt = reply(96, 200 + 100 * number)
+        calls.append((prompt, {**requests()["agent"], "messages": list(turns)}))
+        turns.append({"role": "assistant", "content": f"Thought {number}. " * 12})
+        turns.append({"role": "user", "content": f"What came of it, part {number}. " * 10})
+
+    def made(body: bytes, arguments: dict[str, Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            pool.body = body
+            return chat.chat.completions.create(**arguments)
+
+        return call
+
+    work = [made(*call) for call in calls]
+    with ExitStack() as stack:
+        flush = set_up(tracer, stack)
+        turn, _ = switch(before)
+        found: dict[tuple[bool, str], list[Cost]] = {}
+        for number in range(-1, rounds):
+            for on in (True, False) if number % 2 else (False, True):
+                turn(on)
+                first = _cost(work[:10], flush)
+                for call in work[LONG - 20 : LONG - 10]:  # what is repeated of them is known by now
+                    call()
+                flush()
+                last = _cost(work[LONG - 10 :], flush)
+                if number >= 0:
+                    found.setdefault((on, "first"), []).append(first)
+                    found.setdefault((on, "last"), []).append(last)
+        turn(True)
+    texts = [(body, json.dumps(arguments).encode()) for body, arguments in calls[LONG - 10 :]]
+    reading = min(_cost([lambda: [json.loads(text) for pair in texts for text in pair]])[1] for _ in range(9))
+    return {
+        "tracer": tracer,
+        "kind": "long",
+        "first": _added(found[True, "first"], found[False, "first"], 1),
+        "last": _added(found[True, "last"], found[False, "last"], 1),
+        "reading": reading / len(texts),
+        "bytes": len(texts[-1][0]) + len(texts[-1][1]),
+    }
+
+
+LONG = 200
+"""Calls of a long agent."""
+Cost = tuple[float, float]
+"""Seconds of CPU a call: of its thread, of the process."""
+
+
+def _cost(calls: Sequence[Callable[[], Any]], flush: Flush = lambda: None) -> Cost:
+    process, thread = time.process_time(), time.thread_time()
+    for call in calls:
+        call()
+    thread = time.thread_time() - thread
+    flush()
+    return thread / len(calls), (time.process_time() - process) / len(calls)
+
+
+def _added(costs: Sequence[Cost], without: Sequence[Cost], position: int) -> float:
+    """Median difference of blocks that ran one after the other."""
+    return statistics.median(a[position] - b[position] for a, b in zip(costs, without, strict=True))
+
+
+def _least(costs: Sequence[Cost], position: int) -> float:
+    return min(cost[position] for cost in costs)
 
 
 def main() -> None:
     """Measure what the command line names."""
     parser = argparse.ArgumentParser()
     parser.add_argument("tracer", choices=["none", "spangrad", "spangrad-hub", *PEERS])
-    parser.add_argument("kind", choices=list(CALLS))
+    parser.add_argument("kind", choices=[*CALLS, "long"])
     parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    print(json.dumps(measure(options.tracer, options.kind, options.rounds)), flush=True)
-    sys.stdout.flush()
+    if options.kind == "long":
+        result = measure_long(options.tracer, options.rounds)
+    else:
+        result = measure(options.tracer, options.kind, options.rounds)
+    print(json.dumps(result), flush=True)
     if threading.active_count() > 1:
         os._exit(0)  # some peers leave threads behind
 

@@ -15,6 +15,7 @@ from spangrad.tracer import conventions as c
 from spangrad.tracer.wire import media, tokens
 from spangrad.tracer.wire.constraints import is_constrained
 from spangrad.tracer.wire.messages import input_message, output_message
+from spangrad.tracer.wire.repeated import once
 
 Attributes = dict[str, Any]
 
@@ -79,9 +80,9 @@ def request_attributes(request: Mapping[str, Any], dropped: dict[str, str] | Non
     if request.get("stream"):
         attributes[c.REQUEST_STREAM] = True
     if tools := request.get("tools") or request.get("functions"):
-        attributes[c.TOOL_DEFINITIONS] = dumps(tools)
+        attributes[c.TOOL_DEFINITIONS] = once(dumps, tools)
     if "messages" in request:
-        _put_told(attributes, [_told_message(message) for message in request["messages"]], dropped)
+        _put_told(attributes, [once(_told_message, message) for message in request["messages"]], dropped)
     elif (prompt := single_prompt(request)) is not None:
         put_messages(attributes, [{"role": "user", "parts": [{"type": "text", "content": prompt}]}], dropped)
     elif "prompt" in request:
