@@ -34,6 +34,7 @@ REQUIRED: Final = (
     "duckdb",
     "pyarrow",
     "httpx",
+    "aiohttp",
     "starlette",
     "uvicorn",
     "typer",

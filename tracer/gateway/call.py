@@ -152,14 +152,11 @@ class Call:
             if self._follow_up is not None and engine.provider == "vllm":
                 headers = upstream_headers(self._headers, config, engine.key)
                 self._content_sent = await self._follow_up.content(engine, headers)
-            request = engine.client.build_request(
-                "POST",
-                engine.url + self._route.path,
-                content=self._content_sent,
-                headers=upstream_headers(self._headers, config, engine.key, traceparent(self._span)),
-            )
+            headers = upstream_headers(self._headers, config, engine.key, traceparent(self._span))
             try:
-                return await engine.client.send(request, stream=True)
+                return await engine.client.open(
+                    engine.url + self._route.path, content=self._content_sent, headers=headers
+                )
             except CONNECT_ERRORS as error:
                 lease.no_connection(error)
         return None

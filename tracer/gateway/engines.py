@@ -24,13 +24,12 @@ import httpx
 
 from spangrad.tracer.gateway.config import GatewayConfig, HostedModel
 from spangrad.tracer.gateway.hosted import SCHEME, HostedTransport
+from spangrad.tracer.gateway.upstream import EngineClient
 from spangrad.tracer.gateway.versions import NoVersions, VersionWatch
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
-KEEPALIVE_S = 2.0
-"""Below the 5 s after which uvicorn, and so vLLM, closes an idle connection under a request."""
 CONNECT_ERRORS = (httpx.ConnectError, httpx.ConnectTimeout)
 """After these the engine has seen nothing of a request."""
 MAX_STICKY = 16_384
@@ -49,7 +48,7 @@ class Engine:
     """Models that it serves; empty: every one that no other engine names."""
     policy: str
     """`trained` or `frozen`."""
-    client: httpx.AsyncClient
+    client: EngineClient
     versions: VersionWatch | NoVersions
     provider: str = "vllm"
     problem: str | None = None
@@ -223,12 +222,8 @@ class EnginePool:
     def __init__(self, config: GatewayConfig) -> None:
         """Open no connection yet."""
         self._chosen = 0
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(config.request_timeout_s, connect=CONNECT_TIMEOUT_S, pool=None),
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
-            ),
-            trust_env=False,
+        self._client = EngineClient(
+            timeout=httpx.Timeout(config.request_timeout_s, connect=CONNECT_TIMEOUT_S, pool=None)
         )
         self.engines = tuple(
             Engine(
@@ -329,7 +324,7 @@ class EnginePool:
 
 def _hosted_engine(name: str, model: HostedModel, timeout_s: float) -> Engine:
     transport = HostedTransport(name, model, timeout_s=timeout_s)
-    client = httpx.AsyncClient(transport=transport, timeout=None)
+    client = EngineClient(transport=transport, timeout=None)
     url = SCHEME + model.model
     return Engine(url, None, (name,), "frozen", client, NoVersions(), provider=transport.provider)
 

@@ -123,9 +123,9 @@ class Reader:
     def _remember(self, new: _Conversation, replaced: _Conversation | None) -> None:
         self._known = [known for known in self._known if known is not replaced]
         self._known.append(new)
-        while (
-            len(self._known) > MAX_CONVERSATIONS or sum(len(known.text) for known in self._known) > MAX_CHARS
-        ):
+        chars = sum(len(known.text) for known in self._known)
+        while len(self._known) > MAX_CONVERSATIONS or chars > MAX_CHARS:
+            chars -= len(self._known[0].text)
             del self._known[0]
 
 
