@@ -66,6 +66,11 @@ class Worker(Generic[T]):
         self._thread: threading.Thread | None
         self._own_process()
 
+    @property
+    def waiting(self) -> int:
+        """Items in the queue, or in the batch that is being exported."""
+        return self._items_in - self._items_out
+
     def put(self, item: T) -> None:
         """Take an item, or drop and count it."""
         size = item.size_bytes

@@ -147,6 +147,34 @@ async def serve() -> None:
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
+class _Hub(asyncio.Protocol):
+    """A connection of a hub that takes everything and keeps nothing."""
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._head = b""
+        self._missing: int | None = None
+
+    def data_received(self, data: bytes) -> None:
+        if self._missing is None:
+            self._head += data
+            head, found, data = self._head.partition(b"\r\n\r\n")
+            if not found:
+                return
+            self._missing = _content_length(head)
+        self._missing -= len(data)
+        if self._missing <= 0:
+            self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+            self._head, self._missing = b"", None
+
+
+async def discard() -> None:
+    """Run such a hub until stdin ends."""
+    server = await asyncio.get_running_loop().create_server(_Hub, "127.0.0.1", 0)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
 async def _client(url: str, count: int, delays: list[float], stream: bool, found: list[float]) -> None:
     """Make calls one after the other; adds what each took beyond the engine's own delay."""
     parts = urlsplit(url)

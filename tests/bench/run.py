@@ -1,29 +1,55 @@
-"""`make bench`: what spangrad costs, held against the same work without it. Under a minute.
+"""`make bench`: what spangrad costs, held against the same work without it.
 
 `python -m tests.bench.run store learner` runs some. Absolute times are of this machine at this moment.
 """
 
 import argparse
 import time
+from functools import partial
 
+from tests.bench import capture_benches as capture
 from tests.bench.benches import BENCHES
+from tests.bench.figures import Figure, show_figures
 from tests.bench.pairs import Pair, show
 
 
 def main() -> None:
-    """Run the named benchmarks, by default all, and print one table."""
+    """Run the named benchmarks, by default all, and print a table of pairs and one of figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=list(BENCHES), metavar="NAME", help=", ".join(BENCHES))
-    names: list[str] = parser.parse_args().names
-    if unknown := sorted(set(names) - set(BENCHES)):
-        parser.error(f"there is no benchmark {unknown[0]!r}; expected one of {', '.join(BENCHES)}")
+    known = [*BENCHES, *FIGURES]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
+    parser.add_argument("--peers", nargs="*", default=[], metavar="PYTHON", help="with other tracers")
+    parser.add_argument("--agl-server", metavar="PATH", help="`agl-server` of agentlightning 1.0.2")
+    parser.add_argument("--calls", type=int, default=20_000, help="of `memory`; its limits are of 100000")
+    options = parser.parse_args()
+    names: list[str] = options.names or known
+    measured = {
+        "calls": partial(capture.bench_calls, options.peers),
+        "gateway": partial(capture.bench_gateway, options.agl_server),
+        "memory": partial(capture.bench_memory, calls=options.calls),
+        "imports": capture.bench_imports,
+    }
+    if unknown := sorted(set(names) - set(known)):
+        parser.error(
+            f"there is no benchmark {unknown[0]!r}; expected one of {', '.join([*BENCHES, *FIGURES])}"
+        )
     started = time.monotonic()
     pairs: list[Pair] = []
+    figures: list[Figure] = []
     for name in names:
         print(f"{name} ...", flush=True)
-        pairs += BENCHES[name]()
-    show(pairs)
+        if name in BENCHES:
+            pairs += BENCHES[name]()
+        else:
+            figures += measured[name]()
+    if pairs:
+        show(pairs)
+    if figures:
+        show_figures(figures)
     print(f"{time.monotonic() - started:.0f} s; ratios are of time per item: 1 is free, 2 is twice as slow")
+
+
+FIGURES = ("calls", "gateway", "memory", "imports")
 
 
 if __name__ == "__main__":
