@@ -1,7 +1,7 @@
 """Where finished spans go: to a hub over HTTP, or into the spool beside a store's file.
 
-Both are OTel `SpanExporter`s that any span processor can drive, from its own thread. They know OTLP,
-HTTP and the spool; they do not know rollouts or model calls.
+Both are `Exporter`s, OTel's `SpanExporter`s that any span processor can drive from its own thread, with
+counts. They know OTLP, HTTP and the spool; they do not know rollouts or model calls.
 
 Invariants:
 * `export` never raises and never blocks longer than `timeout_s` for a batch.
@@ -72,23 +72,83 @@ def encode(spans: Sequence[ReadableSpan]) -> list[bytes]:
     return requests
 
 
-class SpoolExporter(SpanExporter):
+class Exporter(SpanExporter):
+    """What whoever drives an exporter needs to know beyond what OTel's interface tells."""
+
+    lost_spans: int
+    """Spans that could be neither delivered nor kept."""
+
+    @property
+    def dropped(self) -> int:
+        """Batches that could be neither delivered nor kept, whole or in part."""
+        raise NotImplementedError
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something waits on disk."""
+        return False
+
+    @property
+    def waiting(self) -> int:
+        """How many spans of this process wait on disk."""
+        return 0
+
+    def drain(self, *, at_once: bool = False) -> int:
+        """Send what waits on disk. Returns how many batches arrived."""
+        return 0
+
+    def close_soon(self, within_s: float) -> None:
+        """The process is about to end."""
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Whether everything that `export` has kept or delivered is where it belongs."""
+        return True
+
+
+class OtherExporter(Exporter):
+    """Any exporter of OTel's, for which a failure is a loss."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        """Hand everything on to `exporter`."""
+        self._exporter = exporter
+        self.lost_spans = 0
+        self._lost_batches = 0
+
+    @property
+    def dropped(self) -> int:
+        """Batches that it failed to export."""
+        return self._lost_batches
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Hand on, and count a failure; raises what the other raises."""
+        result = self._exporter.export(spans)
+        if result is not SpanExportResult.SUCCESS:
+            self._lost_batches += 1
+            self.lost_spans += len(spans)
+        return result
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Hand on; OTel's base class answers None, for it holds nothing back."""
+        return self._exporter.force_flush(timeout_millis) is not False
+
+    def shutdown(self) -> None:
+        """Hand on."""
+        self._exporter.shutdown()
+
+
+class SpoolExporter(Exporter):
     """Writes batches into the spool of a store's file; the store takes them from there."""
 
     def __init__(self, store_path: str | os.PathLike[str]) -> None:
         """`store_path`: the store's file, which need not exist."""
         self.spool = Spool(spool_of_store(store_path))
+        self.lost_spans = 0
         self._said = Periodically()
 
     @property
     def dropped(self) -> int:
         """Batches that could not be kept."""
         return self.spool.dropped
-
-    @property
-    def is_waiting(self) -> bool:
-        """Never: what is on disk has arrived."""
-        return False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Write a batch to disk."""
@@ -97,20 +157,15 @@ class SpoolExporter(SpanExporter):
     def export_request(self, request: bytes) -> bool:
         """Write one encoded request to disk."""
         kept = self.spool.append(request)
-        if not kept and self._said.due():
-            logger.warning(
-                "spool %r is full or can't be written: %d batches lost so far",
-                str(self.spool.directory),
-                self.dropped,
-            )
+        if not kept:
+            self.lost_spans += _span_count(request)
+            if self._said.due():
+                logger.warning(
+                    "spool %r is full or can't be written: %d batches lost so far",
+                    str(self.spool.directory),
+                    self.dropped,
+                )
         return kept
-
-    def drain(self, *, at_once: bool = False) -> int:
-        """Nothing to do: the store empties the spool."""
-        return 0
-
-    def close_soon(self, within_s: float) -> None:
-        """Nothing to do: a write to disk is quick."""
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         """True: what is on disk has arrived."""
@@ -121,7 +176,7 @@ class SpoolExporter(SpanExporter):
         self.spool.close()
 
 
-class HubExporter(SpanExporter):
+class HubExporter(Exporter):
     """Posts batches to a hub's `/v1/traces`; what it can't deliver waits on disk."""
 
     def __init__(
@@ -151,7 +206,6 @@ class HubExporter(SpanExporter):
         self.rejected = 0
         """Batches that the hub refused for good, whole or in part."""
         self.lost_spans = 0
-        """Spans that could be neither delivered nor kept."""
         self._parts = parts
         self._headers = {"Content-Type": "application/x-protobuf"}
         if key:
@@ -355,9 +409,6 @@ class Periodically:
             return False
         self._next = now + _LOG_EVERY_S
         return True
-
-
-Exporter = SpoolExporter | HubExporter
 
 
 def _result(good: bool) -> SpanExportResult:

@@ -28,10 +28,6 @@ from spangrad.tracer.gateway import GatewayConfig, serve
 engine, store, spool, port = sys.argv[1:]
 serve(GatewayConfig(engine_url=engine, store=store, spool_dir=spool, port=int(port)))
 """
-HUB = """import asyncio
-from tests.bench.gateway_load import discard
-asyncio.run(discard())
-"""
 TRACERS = ("spangrad", "spangrad-hub")
 
 
@@ -44,7 +40,7 @@ def bench_calls(pythons: Sequence[str] = (), *, rounds: int = 60) -> list[Figure
             if python is None:
                 figures.append(Figure(f"{tracer}, {kind} call", None, "", note="not installed"))
                 continue
-            found = _program(python, CALL_COST, tracer, kind, "--rounds", rounds)
+            found = program(python, CALL_COST, tracer, kind, "--rounds", rounds)
             for whose, limit in (("thread", 1.0), ("process", 4.0)):
                 added, span = found[whose]["on"], found["thread"]["span"]
                 figures.append(
@@ -58,7 +54,7 @@ def bench_calls(pythons: Sequence[str] = (), *, rounds: int = 60) -> list[Figure
                         f"{found['thread']['span, minima'] * 1e6:.0f} µs",
                     )
                 )
-    found = _program(sys.executable, CALL_COST, "spangrad", "long", "--rounds", max(4, rounds // 6))
+    found = program(sys.executable, CALL_COST, "spangrad", "long", "--rounds", max(4, rounds // 6))
     allowed = 1.3 * found["first"] + found["reading"]
     note = (
         f"{found['last'] * 1e6:.0f} µs; 1st {found['first'] * 1e6:.0f} µs, reading {found['bytes']:,} bytes "
@@ -80,8 +76,8 @@ def bench_gateway(agl_server: str | None = None, *, calls: int = 1600, blocks: i
     """Direct calls, calls through the gateway and, if it is there, through Agent Lightning's, in turns."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        _served(GATEWAY_LOAD, "engine") as engine,
-        _gateway(engine, folder) as (gateway, pid),
+        served(GATEWAY_LOAD, "engine") as engine,
+        gateway_process(engine, folder) as (gateway, pid),
     ):
         return _gateway_figures(engine, gateway, pid, agl_server, folder, calls, blocks)
 
@@ -94,7 +90,7 @@ def _gateway_figures(
 
     def run(name: str, url: str, pid: int, *options: object) -> None:
         before = cpu_s(pid)
-        measured = _program(sys.executable, GATEWAY_LOAD, "load", url, *options)
+        measured = program(sys.executable, GATEWAY_LOAD, "load", url, *options)
         measured["cpu_ms"] = (cpu_s(pid) - before) / measured["calls"] * 1e3
         found.setdefault(name, []).append(measured)
 
@@ -148,7 +144,7 @@ def _agent_lightning(server: str | None, engine: str, folder: str) -> Iterator[t
     if server is None:
         yield None
         return
-    port = _free_port()
+    port = free_port()
     arguments = [
         server,
         "host=127.0.0.1",
@@ -161,7 +157,7 @@ def _agent_lightning(server: str | None, engine: str, folder: str) -> Iterator[t
     ) as process:
         try:
             base = f"http://127.0.0.1:{port}"
-            _wait_for(f"{base}/healthz")
+            wait_for(f"{base}/healthz")
             _post(f"{base}/api/models", [{"model": "stub", "endpoint": f"{engine}/v1"}])
             rollout_id = _post(f"{base}/api/rollouts", [{"input": {}}])[0]["rollout_id"]
             yield f"{base}/proxy/rollout/{rollout_id}/attempt/0/mode/train/openai", process.pid
@@ -172,18 +168,16 @@ def _agent_lightning(server: str | None, engine: str, folder: str) -> Iterator[t
 def bench_memory(*, calls: int = 100_000) -> list[Figure]:
     """Growth of the gateway and of the tracer (hub down, small spool) after the first fifth of many calls."""
     figures: list[Figure] = []
-    with tempfile.TemporaryDirectory() as folder, _served(GATEWAY_LOAD, "engine") as engine:
-        with _served("-c", HUB) as hub, _gateway(engine, folder, store=hub) as (gateway, pid):
+    with tempfile.TemporaryDirectory() as folder, served(GATEWAY_LOAD, "engine") as engine:
+        with served(GATEWAY_LOAD, "hub") as hub, gateway_process(engine, folder, store=hub) as (gateway, pid):
             marks = []
             for _ in range(5):
-                _program(
-                    sys.executable, GATEWAY_LOAD, "load", f"{gateway}/rollout/m/0", "--calls", calls // 5
-                )
+                program(sys.executable, GATEWAY_LOAD, "load", f"{gateway}/rollout/m/0", "--calls", calls // 5)
                 marks.append(rss_mb(pid))
         note = "MB after each fifth: " + " ".join(f"{mark:.0f}" for mark in marks)
         grown = marks[-1] - marks[0]
         figures.append(Figure(f"gateway, grown over {calls} calls", grown, "MB", at_most=8.0, note=note))
-    found = _program(sys.executable, MEMORY, "--calls", calls)
+    found = program(sys.executable, MEMORY, "--calls", calls)
     grown = found["rss_mb"][-1] - found["rss_mb"][0]
     note = "MB after each fifth: " + " ".join(f"{mark:.0f}" for mark in found["rss_mb"])
     note += (
@@ -217,7 +211,7 @@ def bench_imports(*, rounds: int = 7) -> list[Figure]:
     found: dict[str, list[dict[str, float]]] = {name: [] for name in works}
     for _ in range(rounds):
         for name, code in works.items():
-            found[name].append(_program(sys.executable, "-c", IMPORT.format(code=code)))
+            found[name].append(program(sys.executable, "-c", IMPORT.format(code=code)))
     least = {
         name: {key: min(one[key] for one in values) for key in ("s", "mb")} for name, values in found.items()
     }
@@ -232,7 +226,7 @@ def bench_imports(*, rounds: int = 7) -> list[Figure]:
     return figures
 
 
-def _program(python: str, *arguments: object) -> dict[str, Any]:
+def program(python: str, *arguments: object) -> dict[str, Any]:
     """Run a program that prints one line of JSON."""
     command = [python, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": _ROOT})
@@ -246,7 +240,7 @@ _ROOT = str(FOLDER.parent.parent)
 
 
 @contextmanager
-def _served(*arguments: str) -> Iterator[str]:
+def served(*arguments: str) -> Iterator[str]:
     """A program that prints its URL and serves until its stdin ends."""
     command, pipe = [sys.executable, *arguments], subprocess.PIPE
     environment = os.environ | {"PYTHONPATH": _ROOT}
@@ -257,26 +251,26 @@ def _served(*arguments: str) -> Iterator[str]:
 
 
 @contextmanager
-def _gateway(engine: str, folder: str, *, store: str | None = None) -> Iterator[tuple[str, int]]:
+def gateway_process(engine: str, folder: str, *, store: str | None = None) -> Iterator[tuple[str, int]]:
     """A gateway in a process of its own: URL and process id."""
-    port = _free_port()
+    port = free_port()
     target = store or str(Path(folder, "store.duckdb"))
     arguments = [engine, target, str(Path(folder, "spool")), str(port)]
     with subprocess.Popen([sys.executable, "-c", GATEWAY, *arguments]) as process:
         try:
-            _wait_for(f"http://127.0.0.1:{port}/spangrad/health")
+            wait_for(f"http://127.0.0.1:{port}/spangrad/health")
             yield f"http://127.0.0.1:{port}", process.pid
         finally:
             process.terminate()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
-def _wait_for(url: str, timeout_s: float = 90.0) -> None:
+def wait_for(url: str, timeout_s: float = 90.0) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         try:

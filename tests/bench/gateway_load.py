@@ -1,6 +1,7 @@
 """Both ends of a gateway, as programs: an engine that costs next to nothing, and clients that put load on it.
 
     python tests/bench/gateway_load.py engine                       prints its URL, serves until stdin ends
+    python tests/bench/gateway_load.py hub                          the same; takes spans, keeps nothing
     python tests/bench/gateway_load.py load URL --calls 1000 ...    prints one line of JSON
 
 Standard library only, and HTTP/1.1 by hand: what is measured is the gateway, not its neighbours.
@@ -140,9 +141,9 @@ def _content_length(head: bytes) -> int:
     return int(lower[at + 15 :].partition(b"\r\n")[0]) if at >= 0 else 0
 
 
-async def serve() -> None:
-    """Run the engine until stdin ends."""
-    server = await asyncio.get_running_loop().create_server(Engine, "127.0.0.1", 0)
+async def serve(protocol: type[asyncio.Protocol]) -> None:
+    """Serve until stdin ends."""
+    server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
@@ -166,13 +167,6 @@ class _Hub(asyncio.Protocol):
         if self._missing <= 0:
             self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
             self._head, self._missing = b"", None
-
-
-async def discard() -> None:
-    """Run such a hub until stdin ends."""
-    server = await asyncio.get_running_loop().create_server(_Hub, "127.0.0.1", 0)
-    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
 async def _client(url: str, count: int, delays: list[float], stream: bool, found: list[float]) -> None:
@@ -227,15 +221,15 @@ SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("role", choices=["engine", "load"])
+    parser.add_argument("role", choices=["engine", "hub", "load"])
     parser.add_argument("url", nargs="?", default="")
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--stream", action="store_true")
     options = parser.parse_args()
-    if options.role == "engine":
-        asyncio.run(serve())
+    if options.role != "load":
+        asyncio.run(serve(Engine if options.role == "engine" else _Hub))
         return
     given = (options.url.rstrip("/"), options.calls, options.concurrency, options.delay_s, options.stream)
     print(json.dumps(asyncio.run(load(*given))))

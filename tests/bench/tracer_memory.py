@@ -10,6 +10,7 @@ import os
 import tempfile
 
 import spangrad
+from spangrad.tracer.exporter import HubExporter
 from spangrad.tracer.runtime import active
 from tests.bench.call_cost import Pool, client, reply, requests
 
@@ -31,6 +32,7 @@ def main() -> None:
         runtime = active()
         assert runtime is not None
         exporter = runtime.worker.exporter
+        assert isinstance(exporter, HubExporter)
         exporter.spool.max_bytes = BOUND_BYTES
         for _ in range(5):
             for _ in range(calls // 50):

@@ -28,7 +28,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from spangrad.errors import ConfigError
 from spangrad.tracer.conventions import SCOPE_GATEWAY, storable
-from spangrad.tracer.exporter import HubExporter
+from spangrad.tracer.exporter import Exporter, OtherExporter
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ class SpanRecorder:
         """Send spans to `exporter`, which is shut down with the recorder. Raises ConfigError."""
         if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
             raise ConfigError("OTEL_SDK_DISABLED is 'true', so a gateway would record nothing; unset it")
-        self._exporter = _CountingExporter(exporter)
+        known = exporter if isinstance(exporter, Exporter) else OtherExporter(exporter)
+        self._exporter = _CountingExporter(known)
         # Every limit raised: the SDK's defaults cut attributes away. ALWAYS_ON: a caller's sampling
         # decision is about its own traces.
         unlimited = SpanLimits.UNSET
@@ -186,7 +187,7 @@ def traceparent(span: Span) -> dict[str, str]:
 
 
 class _CountingExporter(SpanExporter):
-    def __init__(self, exporter: SpanExporter) -> None:
+    def __init__(self, exporter: Exporter) -> None:
         self._exporter = exporter
         self.taken = 0
         self.returned = 0
@@ -196,36 +197,31 @@ class _CountingExporter(SpanExporter):
     @property
     def lost(self) -> int:
         """Spans that will never be in the store, also those that the hub refused when it came back."""
-        return self._failed + (self._exporter.lost_spans if isinstance(self._exporter, HubExporter) else 0)
+        return self._failed + self._exporter.lost_spans
 
     @property
     def on_disk(self) -> int:
-        return self._exporter.waiting if isinstance(self._exporter, HubExporter) else 0
+        return self._exporter.waiting
 
     def drain(self) -> None:
-        if isinstance(self._exporter, HubExporter):
-            self._exporter.drain(at_once=True)
+        self._exporter.drain(at_once=True)
 
     def close_soon(self, within_s: float) -> None:
-        if isinstance(self._exporter, HubExporter):
-            self._exporter.close_soon(within_s)
+        self._exporter.close_soon(within_s)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.taken += len(spans)
-        is_counted = isinstance(self._exporter, HubExporter)  # it counts, span by span, what it loses
         try:
             result = self._exporter.export(spans)
         except Exception:  # boundary: the exporter's thread must live on
             logger.exception("%s failed to export %d spans", type(self._exporter).__name__, len(spans))
-            result, is_counted = SpanExportResult.FAILURE, False
-        if result is not SpanExportResult.SUCCESS and not is_counted:
             self._failed += len(spans)
+            result = SpanExportResult.FAILURE
         self.returned += len(spans)
         return result
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        # the SDK's base class answers None: nothing is held back
-        return self._exporter.force_flush(timeout_millis) is not False
+        return self._exporter.force_flush(timeout_millis)
 
     def shutdown(self) -> None:
         self._exporter.shutdown()
