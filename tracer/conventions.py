@@ -11,6 +11,8 @@ of the three per-choice attributes; `choice_key` makes the name.
 This module knows names and packing. It does not know spans, HTTP or stores.
 """
 
+import contextlib
+import struct
 import sys
 from array import array
 from collections.abc import Iterable
@@ -117,6 +119,9 @@ def choice_key(name: str, choice: int) -> str:
 
 def pack_ints(values: Iterable[int]) -> bytes:
     """Pack token ids or versions as little-endian int32."""
+    if isinstance(values, list):  # twice as fast as an array
+        with contextlib.suppress(struct.error):  # the array says what is wrong
+            return struct.pack(f"<{len(values)}i", *values)
     return _little_endian(array("i", values))
 
 

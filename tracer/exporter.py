@@ -58,15 +58,16 @@ def spool_of_store(store_path: str | os.PathLike[str]) -> Path:
 def encode(spans: Sequence[ReadableSpan]) -> list[bytes]:
     """OTLP `ExportTraceServiceRequest`s of these spans, none above `MAX_REQUEST_BYTES` unless one span is."""
     requests: list[bytes] = []
-    together: list[tuple[ReadableSpan, bytes]] = []
+    together: list[tuple[ReadableSpan, list[bytes]]] = []
     size = 0
     for span in spans:
         encoded = encode_span(span)
-        if together and size + len(encoded) > MAX_REQUEST_BYTES - _RESOURCE_BYTES:
+        own = sum(map(len, encoded)) + 8  # its tag and length
+        if together and size + own > MAX_REQUEST_BYTES - _RESOURCE_BYTES:
             requests.append(encode_request(together))
             together, size = [], 0
         together.append((span, encoded))
-        size += len(encoded) + 8  # its tag and length
+        size += own
     if together:
         requests.append(encode_request(together))
     return requests

@@ -29,8 +29,8 @@ _IS_REMOTE = 0x200
 _SMALL = tuple(bytes([number]) for number in range(128))
 
 
-def encode_span(span: ReadableSpan) -> bytes:
-    """One `Span` message."""
+def encode_span(span: ReadableSpan) -> list[bytes]:
+    """One `Span` message, in pieces: they are joined once, in a request."""
     context = span.get_span_context()
     assert context is not None
     parent = span.parent
@@ -60,12 +60,12 @@ def encode_span(span: ReadableSpan) -> bytes:
     _count(status, b"\x18", span.status.status_code.value)
     _message(parts, b"\x7a", status)
     parts.append(b"\x85\x01" + _FIXED32(_flags(parent)))
-    return b"".join(parts)
+    return parts
 
 
-def encode_request(spans: Sequence[tuple[ReadableSpan, bytes]]) -> bytes:
+def encode_request(spans: Sequence[tuple[ReadableSpan, list[bytes]]]) -> bytes:
     """A request of these spans, each with its `encode_span`."""
-    grouped: dict[int, tuple[Resource, dict[int, tuple[InstrumentationScope | None, list[bytes]]]]] = {}
+    grouped: dict[int, tuple[Resource, dict[int, tuple[InstrumentationScope | None, list[list[bytes]]]]]] = {}
     for span, encoded in spans:
         scope = span.instrumentation_scope
         _, scopes = grouped.setdefault(id(span.resource), (span.resource, {}))
@@ -83,7 +83,7 @@ def encode_request(spans: Sequence[tuple[ReadableSpan, bytes]]) -> bytes:
     return b"".join(request)
 
 
-def _scope_spans(scope: InstrumentationScope | None, spans: Sequence[bytes]) -> list[bytes]:
+def _scope_spans(scope: InstrumentationScope | None, spans: Sequence[list[bytes]]) -> list[bytes]:
     described: list[bytes] = []
     if scope is not None:
         _text(described, b"\x0a", scope.name)
@@ -92,7 +92,7 @@ def _scope_spans(scope: InstrumentationScope | None, spans: Sequence[bytes]) -> 
     parts: list[bytes] = []
     _message(parts, b"\x0a", described)
     for span in spans:
-        parts += (b"\x12" + _varint(len(span)), span)
+        _message(parts, b"\x12", span)
     if scope is not None:
         _text(parts, b"\x1a", scope.schema_url)
     return parts

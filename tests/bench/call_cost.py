@@ -308,6 +308,9 @@ def measure_long(tracer: str, rounds: int) -> dict[str, Any]:
         return call
 
     work = [made(*call) for call in calls]
+    last_calls = calls[LONG - 10 :]
+    texts = [text for body, arguments in last_calls for text in (body, json.dumps(arguments).encode())]
+    reads: list[float] = []
     with ExitStack() as stack:
         flush = set_up(tracer, stack)
         turn, _ = switch(before)
@@ -320,19 +323,19 @@ def measure_long(tracer: str, rounds: int) -> dict[str, Any]:
                     call()
                 flush()
                 last = _cost(work[LONG - 10 :], flush)
+                read = _cost([lambda: [json.loads(text) for text in texts]])
                 if number >= 0:
+                    reads.append(read[1] / len(last_calls))
                     found.setdefault((on, "first"), []).append(first)
                     found.setdefault((on, "last"), []).append(last)
         turn(True)
-    texts = [(body, json.dumps(arguments).encode()) for body, arguments in calls[LONG - 10 :]]
-    reading = min(_cost([lambda: [json.loads(text) for pair in texts for text in pair]])[1] for _ in range(9))
     return {
         "tracer": tracer,
         "kind": "long",
         "first": _added(found[True, "first"], found[False, "first"], 1),
         "last": _added(found[True, "last"], found[False, "last"], 1),
-        "reading": reading / len(texts),
-        "bytes": len(texts[-1][0]) + len(texts[-1][1]),
+        "reading": statistics.median(reads),
+        "bytes": len(texts[-1]) + len(texts[-2]),
     }
 
 

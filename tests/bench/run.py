@@ -5,6 +5,7 @@
 
 import argparse
 import time
+from collections.abc import Callable
 from functools import partial
 
 from tests.bench import capture_benches as capture
@@ -23,7 +24,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=20_000, help="of `memory`; its limits are of 100000")
     options = parser.parse_args()
     names: list[str] = options.names or known
-    measured = {
+    measured: dict[str, Callable[[], list[Figure]]] = {
         "calls": partial(capture.bench_calls, options.peers),
         "gateway": partial(capture.bench_gateway, options.agl_server),
         "memory": partial(capture.bench_memory, calls=options.calls),

@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUE = 16_384
 """Spans that wait for the exporter; the newest beyond that are dropped and counted."""
-BATCH = 256
+BATCH = 64
+"""Spans of one export: encoding them holds the interpreter, and calls wait meanwhile."""
 SCHEDULE_DELAY_MS = 100.0
 WARN_EVERY_S = 30.0
 DRAIN_EVERY_S = 1.0

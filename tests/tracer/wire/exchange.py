@@ -15,6 +15,7 @@ from spangrad.store.otlp import decode_request
 from spangrad.tracer import conventions as c
 from spangrad.tracer.calls import RawCall, span_of
 from spangrad.tracer.redaction import Rule, redacted_span
+from spangrad.tracer.wire.repeated import Reader
 
 HI: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -59,7 +60,7 @@ def exchange(
     call.content_type = "text/event-stream" if is_stream else "application/json"
     call.response_headers = headers
     call.response, call.response_bytes, call.is_exhausted = [raw], len(raw), is_exhausted
-    span = span_of(call, Resource.get_empty(), InstrumentationScope(c.SCOPE_TRACER))
+    span = span_of(call, Resource.get_empty(), InstrumentationScope(c.SCOPE_TRACER), Reader())
     assert span is not None
     return span
 
