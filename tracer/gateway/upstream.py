@@ -103,12 +103,15 @@ class _Body(httpx.AsyncByteStream):
         self._response = response
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        with _as_httpx():
-            async for data in self._response.content.iter_any():
-                yield data
+        try:
+            with _as_httpx():
+                async for data in self._response.content.iter_any():
+                    yield data
+        finally:
+            self._response.close()
 
     async def aclose(self) -> None:
-        self._response.close()  # after its end it is the pool's again, and this does nothing
+        self._response.close()  # after its end the connection is the pool's again, and this does nothing
 
 
 @contextmanager
