@@ -3,9 +3,12 @@
 Knows contexts, threads and the environment; it does not know who begins a rollout (`rollout.py`) nor HTTP.
 
 Invariants:
-* The current rollout lives in a context variable of ours. Tasks and copied contexts inherit it. A thread
-  without it (a plain thread pool) belongs to the open rollout if no other has been open beside it in this
-  process; otherwise to none.
+* The current rollout lives in a context variable of ours. Tasks and copied contexts inherit it, threads and
+  processes get it from `following.py`. A thread that has it from neither (made by C code, or before the
+  rollout began) belongs to the open rollout if no other has been open beside it; otherwise to none.
+* A rollout that has ended is current nowhere: not in a thread, task or context that outlives it, nor where a
+  generator was left in the middle of it. The one around it is, if it is open.
+* A forked child neither ends nor changes a root span of its parent; its rewards are spans of their own.
 * Code outside of any rollout belongs to the one that SPANGRAD_ROLLOUT names (`spangrad run`).
 * A reward never raises. One that is no finite number is said in a warning and not recorded.
 """
@@ -24,14 +27,18 @@ from urllib.parse import parse_qsl, quote, unquote
 from opentelemetry.sdk.trace import Span
 from opentelemetry.trace import SpanContext, Status, StatusCode
 
+from spangrad.tracer import children
 from spangrad.tracer import conventions as c
+from spangrad.tracer.carried import carry
 from spangrad.tracer.exporter import Periodically
 from spangrad.tracer.propagation import parse_traceparent, traceparent
 from spangrad.tracer.runtime import active
 
 logger = logging.getLogger(__name__)
 
-ENVIRONMENT = "SPANGRAD_ROLLOUT"
+ENVIRONMENT = children.ROLLOUT
+UNFINISHED = "unfinished"
+"""`error.type` of a rollout that was open when its process ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,8 +52,12 @@ class Rollout:
     """Of the root span; None if the tracer is not set up."""
     span: Span | None = field(repr=False, default=None)
     """The root span, if it is this process's."""
+    outer: "Rollout | None" = field(repr=False, default=None)
+    """The rollout in which it began."""
     is_shared: bool = field(repr=False, default=False)
     """Another rollout was open in this process at the same time."""
+    is_over: bool = field(repr=False, default=False)
+    """It has ended, in this process."""
     steps: "itertools.count[int]" = field(repr=False, default_factory=itertools.count)
     """Numbers the steps that `spangrad.step` marks."""
 
@@ -61,6 +72,10 @@ class Rollout:
             self.span.set_status(Status(StatusCode.ERROR, reason))
             self.span.set_attribute(c.ERROR_TYPE, reason)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Its names go to another process, its root span stays."""
+        return _from_environment, (to_environment(self),)
+
 
 _current: ContextVar[Rollout | None] = ContextVar("spangrad_rollout", default=None)
 _open: list[Rollout] = []
@@ -71,6 +86,9 @@ _said = Periodically()
 def _after_fork_in_child() -> None:
     global _open_lock
     _open_lock = threading.Lock()
+    for rollout in _open:
+        rollout.span = None
+    _open.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -86,15 +104,32 @@ def open_rollout(rollout: Rollout) -> None:
 
 
 def close_rollout(rollout: Rollout) -> None:
-    """Undo `open_rollout`; no effect if it was not open."""
+    """Undo `open_rollout`: it is over."""
+    rollout.is_over = True
     with _open_lock:
         if rollout in _open:
             _open.remove(rollout)
 
 
+def end_open_rollouts() -> None:
+    """End the root spans of rollouts that are still open, as failed: the process is about to end."""
+    for rollout in _open.copy():
+        if rollout.span is not None and rollout.span.is_recording():
+            rollout.fail(UNFINISHED)
+            rollout.span.end()
+
+
+def open_rollout_of(rollout_id: str, attempt: int) -> Rollout | None:
+    """The rollout of these names, if it is open in this process."""
+    return next((r for r in _open.copy() if (r.rollout_id, r.attempt) == (rollout_id, attempt)), None)
+
+
 def enclosing_rollout() -> Rollout | None:
     """The rollout of this context alone."""
-    return _current.get()
+    rollout = _current.get()
+    while rollout is not None and rollout.is_over:
+        rollout = rollout.outer
+    return rollout
 
 
 def enter(rollout: Rollout | None) -> Rollout | None:
@@ -104,9 +139,20 @@ def enter(rollout: Rollout | None) -> Rollout | None:
     return before
 
 
+def leave(rollout: Rollout, before: Rollout | None) -> None:
+    """Undo `enter`, unless this is another context: the end of a generator may come anywhere."""
+    if _current.get() is rollout:
+        _current.set(before)
+
+
+def is_entered(rollout: Rollout) -> bool:
+    """Whether `rollout` is what this context has entered last."""
+    return _current.get() is rollout
+
+
 def current_rollout() -> Rollout | None:
     """The rollout that this code belongs to: its own, the process's (`spangrad run`), or none."""
-    rollout = _current.get()
+    rollout = enclosing_rollout()
     if rollout is not None:
         return rollout
     if _open and threading.current_thread() is not threading.main_thread():
@@ -154,6 +200,9 @@ def _from_environment(value: str) -> Rollout:
     attempt = fields.get("attempt", "0")
     context = parse_traceparent(fields.get("traceparent", ""))
     return Rollout(unquote(head), int(attempt) if attempt.isdecimal() else 0, fields.get("task"), context)
+
+
+carry("rollout", _current, pack=to_environment, unpack=_from_environment, read=enclosing_rollout)
 
 
 def _process_rollout() -> Rollout | None:

@@ -8,7 +8,7 @@ import ipaddress
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
-from opentelemetry.trace import SpanContext
+from opentelemetry.trace import SpanContext, TraceFlags
 
 
 class Destinations:
@@ -59,7 +59,13 @@ def parse_traceparent(value: str) -> SpanContext | None:
     if len(parts) != 4 or [len(part) for part in parts] != [2, 32, 16, 2]:
         return None
     try:
-        context = SpanContext(int(parts[1], 16), int(parts[2], 16), is_remote=True)
+        flags = TraceFlags(int(parts[3], 16))
+        context = SpanContext(int(parts[1], 16), int(parts[2], 16), is_remote=True, trace_flags=flags)
     except ValueError:
         return None
     return context if context.is_valid else None
+
+
+def header_value(text: str) -> str:
+    """`text` as a header can hold it: printable ASCII, the rest as `?`."""
+    return "".join(char if " " <= char <= "~" else "?" for char in text).strip()

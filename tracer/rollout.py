@@ -5,7 +5,9 @@ Knows functions, generators and the runtime; it does not know HTTP.
 Invariants:
 * What the function returns, raises or yields passes through unchanged; also `CancelledError`, `SystemExit`
   and the like, which are recorded first.
-* Between two items of a generator its rollout is not current for the consumer.
+* Between two items of a generator its rollout is not current for the consumer. It ends when the generator
+  does, wherever that is: in another task or thread, or when it is collected as garbage.
+* The root span is ended by the process that began it, once.
 * Text that UTF-8 can't hold (lone surrogates) is recorded with backslash escapes.
 * A rollout inside a rollout that names no id of its own is a part of the outer one.
 """
@@ -30,6 +32,8 @@ from spangrad.tracer.current import (
     close_rollout,
     enclosing_rollout,
     enter,
+    is_entered,
+    leave,
     open_rollout,
     rollout_attributes,
 )
@@ -127,8 +131,10 @@ class RolloutScope:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End it; an error is recorded and goes on."""
-        run, outer = self._entered.pop()
-        enter(outer)
+        entered = next((pair for pair in reversed(self._entered) if is_entered(pair[0].rollout)), None)
+        run, outer = entered = entered or self._entered[-1]
+        self._entered.remove(entered)
+        leave(run.rollout, outer)
         run.end(error)
 
     async def __aenter__(self) -> Rollout:
@@ -152,7 +158,8 @@ class RolloutScope:
         if outer is not None and self._rollout_id in (None, outer.rollout_id):
             return _Run(outer, name, is_root=False)
         rollout_id = self._rollout_id or f"r-{uuid.uuid4().hex}"
-        return _Run(Rollout(rollout_id, self._attempt, self._task_id, None), name, is_root=True)
+        rollout = Rollout(rollout_id, self._attempt, self._task_id, None, outer=outer)
+        return _Run(rollout, name, is_root=True)
 
 
 class _Run:
@@ -161,6 +168,7 @@ class _Run:
     def __init__(self, rollout: Rollout, name: str, *, is_root: bool) -> None:
         self.rollout = rollout
         self._is_root = is_root
+        self._process_id = os.getpid()
         self._span: Span | None = None
         try:
             runtime = active() or _started_by_launcher()
@@ -172,11 +180,13 @@ class _Run:
             logger.warning("a rollout could not be recorded", exc_info=True)
 
     def end(self, error: BaseException | None) -> None:
+        if self._process_id != os.getpid():  # a forked child comes back through its parent's code
+            return
         if self._is_root:
             close_rollout(self.rollout)
-        if self._span is None:
-            return
         try:
+            if self._span is None or not self._span.is_recording():
+                return
             if error is not None and not isinstance(error, GeneratorExit):
                 self._span.record_exception(error, _storable_parts(error))
                 self._span.set_attribute(c.ERROR_TYPE, _type_name(error))
@@ -282,7 +292,7 @@ def _within(rollout: Rollout, step: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return step(*arguments)
     finally:
-        enter(outer)
+        leave(rollout, outer)
 
 
 async def _within_async(rollout: Rollout, step: Callable[..., Any], *arguments: Any) -> Any:
@@ -290,4 +300,4 @@ async def _within_async(rollout: Rollout, step: Callable[..., Any], *arguments: 
     try:
         return await step(*arguments)
     finally:
-        enter(outer)
+        leave(rollout, outer)
