@@ -26,7 +26,9 @@ def test_the_public_api_is_small_and_this() -> None:
     import spangrad
 
     assert spangrad.__all__ == [
+        "RolloutMiddleware",
         "__version__",
+        "continue_rollout",
         "current_rollout",
         "feedback",
         "flush",
@@ -34,6 +36,7 @@ def test_the_public_api_is_small_and_this() -> None:
         "purpose",
         "reward",
         "rollout",
+        "rollout_headers",
         "shutdown",
         "state",
         "step",

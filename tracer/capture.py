@@ -27,7 +27,8 @@ from spangrad.tracer.calls import MAX_RESPONSE_BYTES, ROUTES, RawCall
 from spangrad.tracer.current import current_rollout, rollout_attributes
 from spangrad.tracer.exporter import Periodically
 from spangrad.tracer.hooks import when_imported
-from spangrad.tracer.propagation import traceparent
+from spangrad.tracer.hops import remember, take_back, tell
+from spangrad.tracer.propagation import header_value, traceparent
 from spangrad.tracer.runtime import Runtime, active
 from spangrad.tracer.structure.place import place_of_call
 
@@ -131,10 +132,14 @@ def _async_wrapper(original: Callable[..., Any], tee: type) -> Callable[..., Any
 def _begin(request: Any) -> "_Call | None":
     try:
         runtime = active()
-        if runtime is None or request.method != "POST" or hasattr(request, _MARK):
+        if runtime is None or hasattr(request, _MARK):
             return None
-        route = _route(request.url.raw_path)
-        return None if route is None else _Call(runtime, request, route)
+        take_back(request)
+        route = _route(request.url.raw_path) if request.method == "POST" else None
+        if route is None:
+            tell(request, runtime.destinations)
+            return None
+        return _Call(runtime, request, route)
     except Exception:
         _log_failure()
         return None
@@ -211,7 +216,10 @@ class _Call:
             attributes=attributes,
         )
         if runtime.destinations.allow(host):
-            self._tell(request.headers, sent, attributes)
+            added = self._told(sent, attributes)
+            for name, value in added.items():
+                request.headers[name] = value
+            remember(request, added)
         setattr(request, _MARK, True)
         _open_calls.add(self)
 
@@ -248,22 +256,19 @@ class _Call:
         except Exception:
             _log_failure()
 
-    def _tell(self, headers: Any, sent: dict[bytes, bytes], attributes: dict[str, Any]) -> None:
+    def _told(self, sent: dict[bytes, bytes], attributes: dict[str, Any]) -> dict[str, str]:
+        """The headers that tell a server whose call it is; one that the request has is left as it is."""
+        added: dict[str, str] = {}
         if b"traceparent" not in sent:  # the application's own tracing has been here
-            headers["traceparent"] = traceparent(self.raw.context)
+            added["traceparent"] = traceparent(self.raw.context)
         rollout_id = attributes.get(c.ROLLOUT_ID)
         if rollout_id is not None and _ROLLOUT_HEADER not in sent:
-            headers[c.HEADER_ROLLOUT] = _header_value(rollout_id)
-            headers[c.HEADER_ATTEMPT] = str(attributes[c.ATTEMPT])
+            added[c.HEADER_ROLLOUT] = header_value(rollout_id)
+            added[c.HEADER_ATTEMPT] = str(attributes[c.ATTEMPT])
         for name, header, sent_as in _TOLD:
             if name in attributes and sent_as not in sent:
-                headers[header] = _header_value(attributes[name])
-
-
-@functools.lru_cache(maxsize=256)
-def _header_value(text: str) -> str:
-    """`text` as a header can hold it: printable ASCII, the rest as `?`."""
-    return "".join(char if " " <= char <= "~" else "?" for char in text).strip()
+                added[header] = header_value(attributes[name])
+        return added
 
 
 class _Tee:

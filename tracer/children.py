@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 ROLLOUT = "SPANGRAD_ROLLOUT"
 STORE = "SPANGRAD_STORE"
 KEY = "SPANGRAD_KEY"
+REDACT = "SPANGRAD_REDACT"
 QUIET = "quiet=1"
 """Part of SPANGRAD_ROLLOUT: a Python that can't record does not say so, for its output is the agent's."""
 AUTOSTART = os.path.join(os.path.dirname(os.path.realpath(__file__)), "autostart")

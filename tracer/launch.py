@@ -17,13 +17,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 
-from spangrad.tracer import current, setup
+from spangrad.tracer import children, current, setup
 from spangrad.tracer.rollout import rollout as open_scope
 
-_AUTOSTART = Path(__file__).resolve().parent / "autostart"
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
@@ -72,14 +70,11 @@ def child_environment(
 ) -> dict[str, str]:
     """This process's environment, so changed that Python children record themselves as part of `rollout`."""
     environment = dict(os.environ)
-    environment["SPANGRAD_STORE"] = setup.resolve_target(store)
-    if key is not None:
-        environment["SPANGRAD_KEY"] = key
-    environment[current.ENVIRONMENT] = current.to_environment(rollout)
-    path = [str(_AUTOSTART)]
-    if os.environ.get("PYTHONPATH"):
-        path.append(os.environ["PYTHONPATH"])
-    environment["PYTHONPATH"] = os.pathsep.join(path)
+    variables = {
+        children.STORE: setup.resolve_target(store),
+        children.ROLLOUT: current.to_environment(rollout),
+    }
+    children.add_to(environment, variables if key is None else variables | {children.KEY: key})
     return environment
 
 

@@ -4,6 +4,7 @@ Headers that name rollouts and traces leave the machine or its private network o
 user named. Names are never resolved: a host is private if it is `localhost` or an IP address that says so.
 """
 
+import functools
 import ipaddress
 from collections.abc import Iterable
 from urllib.parse import urlsplit
@@ -66,6 +67,7 @@ def parse_traceparent(value: str) -> SpanContext | None:
     return context if context.is_valid else None
 
 
+@functools.lru_cache(maxsize=256)
 def header_value(text: str) -> str:
     """`text` as a header can hold it: printable ASCII, the rest as `?`."""
     return "".join(char if " " <= char <= "~" else "?" for char in text).strip()

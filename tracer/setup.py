@@ -3,20 +3,24 @@
 Invariants:
 * `init` twice is `init` once, but for `redact`, which counts from then on.
 * What was captured reaches the hub or the disk when the interpreter exits (return, `sys.exit`, uncaught
-  exception), on SIGTERM (unless the application handles it itself), and in children of
-  `multiprocessing`. A call that is not over by then is recorded with what has come of its response;
-  `flush` ends no call. `os._exit` and SIGKILL lose at most the last fraction of a second.
+  exception), on SIGTERM (unless the application handles it itself), and in children of `multiprocessing`
+  that return. SIGTERM kills these children at once, as ever; tasks of pools are written before they return.
+  A call that is not over by then is recorded with what has come of its response; `flush` ends no call.
+  `os._exit` and SIGKILL lose at most the last fraction of a second. A rollout that is not over by then is
+  recorded as failed, with `error.type` "unfinished".
 * No application handler is replaced.
 """
 
 import atexit
+import contextlib
 import logging
+import multiprocessing
 import multiprocessing.util as multiprocessing_util
 import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +28,8 @@ from typing import Any
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 
 from spangrad.errors import CaptureError
-from spangrad.tracer import capture, runtime
+from spangrad.tracer import capture, children, following, hops, ray_tasks, runtime
+from spangrad.tracer.current import end_open_rollouts
 from spangrad.tracer.exporter import Exporter, HubExporter, SpoolExporter
 from spangrad.tracer.propagation import Destinations
 from spangrad.tracer.redaction import Rule, rule_of
@@ -35,9 +40,15 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_STORE = ".spangrad/store.duckdb"
 EXIT_TIMEOUT_S = 5.0
+_END_TIMEOUT_S = 1.0
 
 _lock = threading.RLock()
 _hooked = False
+_closer: int | None = None
+"""The thread that is in `shutdown`."""
+_closed = threading.Event()
+_is_sigterm_waiting = False
+_forking = threading.local()
 
 
 def init(
@@ -48,6 +59,7 @@ def init(
     propagate_to: Sequence[str] = (),
     spool_dir: str | os.PathLike[str] | None = None,
     redact: bool | str | Rule | None = None,
+    record_children: bool = True,
 ) -> None:
     """Start to record this process's model calls.
 
@@ -62,6 +74,9 @@ def init(
         redact: What every text goes through before it leaves the process: a function from text to text, the
             name of a built-in rule (`secrets`, `emails`, `default`: both), or True for `default`. A call that
             it changes trains nothing. Default: SPANGRAD_REDACT, else nothing.
+            Child processes get a name; in place of a function they have `default`.
+        record_children: Also record Python programs that are started with `subprocess` from within a rollout,
+            as a part of it, by variables in their environment.
 
     Raises:
         ConfigError: `store` is a URL that can't be one of a hub, or `redact` is no rule.
@@ -88,6 +103,16 @@ def init(
         exporter = make_exporter(target, key, spool_dir)
         try:
             _start(target, exporter, service_name, propagate_to, rule)
+            settings: dict[str, Any] = {
+                "store": target,
+                "key": key or os.environ.get("SPANGRAD_KEY"),
+                "service_name": service_name,
+                "propagate_to": tuple(propagate_to),
+                "spool_dir": None if spool_dir is None else str(Path(spool_dir).absolute()),
+                "redact": redact if redact is None or isinstance(redact, bool | str) else True,
+                "record_children": record_children,
+            }
+            _follow(settings, {} if key is None else {children.KEY: key})
         except Exception as error:
             raise CaptureError(f"the tracer could not be set up: {error}") from error
 
@@ -113,12 +138,15 @@ def shutdown(timeout_s: float = 10.0) -> bool:
         current = runtime.active()
         if current is None:
             return True
-        runtime.activate(None)
-        capture.uninstall()
-        capture.end_open_calls()
-        end_open_spans()
-        flushed = current.worker.close(timeout_s)
-        current.worker.exporter.shutdown()
+        with _closing():
+            runtime.activate(None)
+            capture.uninstall()
+            for module in (following, ray_tasks, hops, children):
+                module.uninstall()
+            capture.end_open_calls()
+            end_open_spans()
+            flushed = current.worker.close(timeout_s)
+            current.worker.exporter.shutdown()
         return flushed
 
 
@@ -157,16 +185,50 @@ def _start(
     _hook_process()
 
 
+def _follow(settings: dict[str, Any], variables: dict[str, str]) -> None:
+    """Let rollouts go where the work goes; processes begin to record with `settings`, programs with `variables`."""
+    following.install(settings)
+    ray_tasks.install()
+    hops.install()
+    if settings["record_children"]:
+        variables = {children.STORE: settings["store"], **variables}
+        redact = settings["redact"]
+        if redact is not None:
+            variables[children.REDACT] = redact if isinstance(redact, str) else str(int(redact))
+        children.install(variables)
+
+
 def _hook_process() -> None:
     global _hooked
     if not _hooked:
         _hooked = True
         atexit.register(_at_exit)
         os.register_at_fork(after_in_child=_after_fork_in_child)
+        os.register_at_fork(before=_hold_sigterm, after_in_parent=_let_go, after_in_child=_let_go)
         multiprocessing_util.register_after_fork(_AT_FORK, lambda _: _before_child_exits())
+        if multiprocessing.parent_process() is not None:  # a child that began to record only now
+            _before_child_exits()
     is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    if (
+        multiprocessing.parent_process() is None
+        and is_main
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ):
         signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _hold_sigterm() -> None:
+    """Python forgets signals with a handler that come while it forks: the kernel keeps them until it has."""
+    _forking.masks = None
+    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        _forking.masks = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _let_go() -> None:
+    before = getattr(_forking, "masks", None)
+    if before is not None:
+        _forking.masks = None
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _AtFork:
@@ -177,13 +239,21 @@ _AT_FORK = _AtFork()
 
 
 def _before_child_exits() -> None:
-    """A forked child of `multiprocessing` skips atexit, but runs its own finalizers."""
+    """A child of `multiprocessing` may skip atexit, but runs its own finalizers.
+
+    `Process.terminate` and pools end it by SIGTERM while it waits for a semaphore. A handler written in
+    Python is not called if that comes a moment before the wait: the child, and who joins it, would hang.
+    """
+    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
     multiprocessing_util.Finalize(None, _at_exit, exitpriority=0)
 
 
 def _after_fork_in_child() -> None:
-    global _lock
+    global _lock, _closer, _closed
     _lock = threading.RLock()
+    _closer, _closed = None, threading.Event()
     capture.after_fork_in_child()
     current = runtime.active()
     if current is not None:
@@ -191,14 +261,44 @@ def _after_fork_in_child() -> None:
 
 
 def _at_exit() -> None:
+    end_open_rollouts()
     shutdown(EXIT_TIMEOUT_S)
 
 
+@contextlib.contextmanager
+def _closing() -> Iterator[None]:
+    """While the tracer closes, a SIGTERM waits until that is done: see `_on_sigterm`."""
+    global _closer
+    _closed.clear()
+    _closer = threading.get_ident()
+    try:
+        yield
+    finally:
+        _closer = None
+        _closed.set()
+        if _is_sigterm_waiting:
+            _end_by_sigterm()
+
+
 def _on_sigterm(number: int, frame: FrameType | None) -> Any:
+    global _is_sigterm_waiting
     current = runtime.active()
-    if current is not None:
+    if _closer == threading.get_ident():
+        _is_sigterm_waiting = True
+        return
+    if _closer is not None:
+        _closed.wait(EXIT_TIMEOUT_S)
+    elif current is not None:
         capture.end_open_calls()
         end_open_spans()
+        # On a thread of its own: this one may hold the lock of a span.
+        ending = threading.Thread(target=end_open_rollouts, name="spangrad-end", daemon=True)
+        ending.start()
+        ending.join(_END_TIMEOUT_S)
         current.worker.flush(EXIT_TIMEOUT_S)  # to the hub or to disk: the process need not wait for the hub
+    _end_by_sigterm()
+
+
+def _end_by_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)

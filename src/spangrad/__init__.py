@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spangrad.store.feedback import feedback
     from spangrad.tracer.current import current_rollout
+    from spangrad.tracer.hops import RolloutMiddleware, continue_rollout, rollout_headers
     from spangrad.tracer.rollout import rollout
     from spangrad.tracer.setup import flush, init, shutdown
     from spangrad.tracer.structure.marks import purpose, reward, state, step, tool
 
 __version__ = "0.1.0"
 __all__ = [
+    "RolloutMiddleware",
     "__version__",
+    "continue_rollout",
     "current_rollout",
     "feedback",
     "flush",
@@ -30,6 +33,7 @@ __all__ = [
     "purpose",
     "reward",
     "rollout",
+    "rollout_headers",
     "shutdown",
     "state",
     "step",
@@ -37,6 +41,8 @@ __all__ = [
 ]
 
 _HOME = {
+    "RolloutMiddleware": "spangrad.tracer.hops",
+    "continue_rollout": "spangrad.tracer.hops",
     "current_rollout": "spangrad.tracer.current",
     "feedback": "spangrad.store.feedback",
     "flush": "spangrad.tracer.setup",
@@ -44,6 +50,7 @@ _HOME = {
     "purpose": "spangrad.tracer.structure.marks",
     "reward": "spangrad.tracer.structure.marks",
     "rollout": "spangrad.tracer.rollout",
+    "rollout_headers": "spangrad.tracer.hops",
     "shutdown": "spangrad.tracer.setup",
     "state": "spangrad.tracer.structure.marks",
     "step": "spangrad.tracer.structure.marks",

@@ -326,6 +326,7 @@ def _hub_handler(hub: HubServer) -> type[_Handler]:
 
 
 class _Server(ThreadingHTTPServer):
+    request_queue_size = 128
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:

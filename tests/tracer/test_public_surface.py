@@ -18,6 +18,7 @@ def test_importing_and_setting_up_loads_nothing_heavy() -> None:
     code = """
 import sys
 heavy = {"torch", "ray", "vllm", "duckdb", "starlette", "numpy", "httpx", "httpx2", "langchain_core"}
+heavy |= {"asyncio", "multiprocessing.pool", "concurrent.futures.process", "requests", "pydantic"}
 import spangrad
 assert not {"opentelemetry", *heavy} & set(sys.modules)
 spangrad.init(store=sys.argv[1])

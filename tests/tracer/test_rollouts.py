@@ -3,9 +3,7 @@
 import asyncio
 import contextvars
 import random
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -205,32 +203,6 @@ def test_a_rollout_inside_a_rollout_is_a_part_of_it_unless_it_has_its_own_id(
         "other": "other",
         "outer": "outer",
     }
-
-
-def test_a_plain_thread_pool_belongs_to_the_only_open_rollout(model: ModelServer, recorded: Finish) -> None:
-    with ThreadPoolExecutor(2) as pool, spangrad.rollout(rollout_id="alone"):
-        list(pool.map(lambda word: ask(model, word), ["one", "two"]))
-    assert {call[c.ROLLOUT_ID] for call in calls(recorded())} == {"alone"}
-
-
-def test_a_plain_thread_is_not_guessed_into_one_of_several_rollouts(
-    model: ModelServer, recorded: Finish
-) -> None:
-    both_open, done = threading.Barrier(2), threading.Event()
-
-    def other() -> None:
-        with spangrad.rollout(rollout_id="other"):
-            both_open.wait(30)
-            done.wait(30)
-
-    with ThreadPoolExecutor(2) as pool, spangrad.rollout(rollout_id="mine"):
-        elsewhere = pool.submit(other)
-        both_open.wait(30)
-        pool.submit(ask, model, "ambiguous").result()
-        done.set()
-        elsewhere.result()
-        pool.submit(ask, model, "still ambiguous").result()
-    assert [call.get(c.ROLLOUT_ID) for call in calls(recorded())] == [None, None]
 
 
 def test_ids_do_not_come_from_the_random_numbers_of_the_agent(recorded: Finish) -> None:

@@ -1,7 +1,8 @@
 """Run by every Python that `spangrad run` starts: begin to record as soon as there is something to record.
 
 Python imports `sitecustomize` from PYTHONPATH before the program. The tracer is set up when an HTTP client
-that it captures is imported; a program without one pays for one small import.
+that it captures is imported; a program without one pays for one small import. Its children are told all
+the same.
 Any other `sitecustomize` on the path runs after this one.
 """
 
@@ -13,9 +14,11 @@ from importlib.machinery import PathFinder
 
 def _start() -> None:
     try:
+        from spangrad.tracer import children
         from spangrad.tracer.hooks import when_imported
     except ImportError as error:
-        print(f"spangrad: {sys.executable} is not recorded: {error}", file=sys.stderr)
+        if "quiet=1" not in os.environ.get("SPANGRAD_ROLLOUT", "").split("&"):
+            print(f"spangrad: {sys.executable} is not recorded: {error}", file=sys.stderr)
         return
 
     def begin(_: object) -> None:
@@ -23,6 +26,7 @@ def _start() -> None:
 
         spangrad.init()
 
+    children.install()
     for name in ("httpx", "httpx2"):
         when_imported(name, begin)
 

@@ -20,6 +20,7 @@ from uuid import UUID
 from opentelemetry.trace import SpanContext
 
 from spangrad.tracer import conventions as c
+from spangrad.tracer.carried import carry
 from spangrad.tracer.current import Rollout, current_rollout
 from spangrad.tracer.propagation import parse_traceparent, traceparent
 from spangrad.tracer.steps import current_config, run_of, step_of
@@ -209,3 +210,6 @@ def unpack_marks(text: str) -> Marks | None:
 
 def _named_rollout(named: Any) -> Rollout | None:
     return None if named is None else Rollout(str(named[0]), int(named[1]), None, None)
+
+
+carry("marks", MARKS, pack=pack_marks, unpack=unpack_marks)
