@@ -43,6 +43,7 @@ EXIT_TIMEOUT_S = 5.0
 _END_TIMEOUT_S = 1.0
 
 _lock = threading.RLock()
+_settings: dict[str, Any] = {}
 _hooked = False
 _closer: int | None = None
 """The thread that is in `shutdown`."""
@@ -74,7 +75,7 @@ def init(
         redact: What every text goes through before it leaves the process: a function from text to text, the
             name of a built-in rule (`secrets`, `emails`, `default`: both), or True for `default`. A call that
             it changes trains nothing. Default: SPANGRAD_REDACT, else nothing.
-            Child processes get a name; in place of a function they have `default`.
+            With a function only `multiprocessing` children that can be given it are recorded.
         record_children: Also record Python programs that are started with `subprocess` from within a rollout,
             as a part of it, by variables in their environment.
 
@@ -93,6 +94,7 @@ def init(
         if current is not None:
             if given:  # `spangrad run` set the tracer up before the program could say this
                 current.redact = rule
+                _follow(_settings | {"redact": redact})
             if store is not None and target != current.target:
                 logger.warning(
                     "spangrad.init(store=%r) ignored: spans already go to %r; call spangrad.shutdown() first",
@@ -103,16 +105,17 @@ def init(
         exporter = make_exporter(target, key, spool_dir)
         try:
             _start(target, exporter, service_name, propagate_to, rule)
-            settings: dict[str, Any] = {
-                "store": target,
-                "key": key or os.environ.get("SPANGRAD_KEY"),
-                "service_name": service_name,
-                "propagate_to": tuple(propagate_to),
-                "spool_dir": None if spool_dir is None else str(Path(spool_dir).absolute()),
-                "redact": redact if redact is None or isinstance(redact, bool | str) else True,
-                "record_children": record_children,
-            }
-            _follow(settings, {} if key is None else {children.KEY: key})
+            _follow(
+                {
+                    "store": target,
+                    "key": key,
+                    "service_name": service_name,
+                    "propagate_to": tuple(propagate_to),
+                    "spool_dir": None if spool_dir is None else str(Path(spool_dir).absolute()),
+                    "redact": redact,
+                    "record_children": record_children,
+                }
+            )
         except Exception as error:
             raise CaptureError(f"the tracer could not be set up: {error}") from error
 
@@ -185,17 +188,23 @@ def _start(
     _hook_process()
 
 
-def _follow(settings: dict[str, Any], variables: dict[str, str]) -> None:
-    """Let rollouts go where the work goes; processes begin to record with `settings`, programs with `variables`."""
-    following.install(settings)
+def _follow(settings: dict[str, Any]) -> None:
+    """Let rollouts go where work goes; processes that begin to record there do so with `settings` of `init`."""
+    global _settings
+    _settings = settings
+    key, redact = settings["key"], settings["redact"]
+    following.install(settings | {"key": key or os.environ.get("SPANGRAD_KEY")})
     ray_tasks.install()
     hops.install()
-    if settings["record_children"]:
-        variables = {children.STORE: settings["store"], **variables}
-        redact = settings["redact"]
-        if redact is not None:
-            variables[children.REDACT] = redact if isinstance(redact, str) else str(int(redact))
-        children.install(variables)
+    children.uninstall()
+    if not settings["record_children"] or callable(redact):  # a program can't be given the function
+        return
+    variables = {children.STORE: settings["store"]}
+    if key is not None:
+        variables[children.KEY] = key
+    if redact is not None:
+        variables[children.REDACT] = redact if isinstance(redact, str) else str(int(redact))
+    children.install(variables)
 
 
 def _hook_process() -> None:

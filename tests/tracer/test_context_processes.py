@@ -290,11 +290,27 @@ def test_the_key_goes_to_children_if_this_process_has_one(
 def test_what_this_process_was_told_of_recording_its_children_are_told_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean: None
 ) -> None:
-    monkeypatch.setenv("SPANGRAD_REDACT", "rules")
+    monkeypatch.setenv("SPANGRAD_REDACT", "secrets")
     spangrad.init(store=tmp_path / "s")
     with spangrad.rollout():
-        assert environment_of_child(env={})["SPANGRAD_REDACT"] == "rules"
+        assert environment_of_child(env={})["SPANGRAD_REDACT"] == "secrets"
         assert environment_of_child(env={"SPANGRAD_REDACT": "more"})["SPANGRAD_REDACT"] == "more"
+
+
+@pytest.mark.parametrize(("redact", "told"), [(True, "1"), (False, "0"), ("emails", "emails")])
+def test_children_redact_as_this_process_does(
+    tmp_path: Path, clean: None, redact: bool | str, told: str
+) -> None:
+    spangrad.init(store=tmp_path / "s")
+    spangrad.init(redact=redact)
+    with spangrad.rollout():
+        assert environment_of_child(env={})["SPANGRAD_REDACT"] == told
+
+
+def test_children_that_cannot_be_given_the_rule_are_not_recorded(tmp_path: Path, clean: None) -> None:
+    spangrad.init(store=tmp_path / "s", redact=lambda text: text.replace("Acme", "[customer]"))
+    with spangrad.rollout():
+        assert ENVIRONMENT not in environment_of_child(env={})
 
 
 def test_a_rollout_that_the_caller_names_for_a_child_is_left_alone(
