@@ -218,10 +218,11 @@ def within(work: tuple[Mapping[str, str], bytes | None]) -> Iterator[None]:
         yield
     finally:
         carried.unset(tokens)
+        _flush()
 
 
 def _flush() -> None:
-    """A pool may kill its workers once it has their results."""
+    """A pool, and Ray, may kill workers once it has their results."""
     runtime = active()
     if runtime is not None:
         runtime.worker.flush(_FLUSH_TIMEOUT_S)

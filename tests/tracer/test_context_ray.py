@@ -40,6 +40,7 @@ class Actor:
         with spangrad.continue_rollout(headers):
             body = {"model": "policy", "messages": [{"role": "user", "content": prompt}]}
             httpx.post(url + "/chat/completions", json=body)
+        return spangrad.flush()
 
 if __name__ == "__main__":
     spangrad.init(store="s")
