@@ -189,7 +189,7 @@ def _start(
 
 
 def _follow(settings: dict[str, Any]) -> None:
-    """Let rollouts go where work goes; processes that begin to record there do so with `settings` of `init`."""
+    """Let rollouts go where work goes; processes that begin to record there do so with `settings`."""
     global _settings
     _settings = settings
     key, redact = settings["key"], settings["redact"]
