@@ -73,14 +73,13 @@ class SpanRecorder:
                 max_span_attribute_length=unlimited,
             ),
         )
-        self._provider.add_span_processor(
-            BatchSpanProcessor(
-                self._exporter,
-                max_queue_size=MAX_QUEUE,
-                schedule_delay_millis=SCHEDULE_DELAY_MS,
-                max_export_batch_size=BATCH,
-            )
+        self._processor = BatchSpanProcessor(
+            self._exporter,
+            max_queue_size=MAX_QUEUE,
+            schedule_delay_millis=SCHEDULE_DELAY_MS,
+            max_export_batch_size=BATCH,
         )
+        self._provider.add_span_processor(self._processor)
         self._tracer = self._provider.get_tracer(SCOPE_GATEWAY)
         self._open: set[asyncio.Future[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -122,14 +121,28 @@ class SpanRecorder:
         self, span: Span, attributes: Mapping[str, Any], *, end_ns: int, error: tuple[str, str] | None
     ) -> None:
         """Give a span its attributes and end it; `error` is its type and its message."""
-        span.set_attributes({key: _encodable(value) for key, value in attributes.items()})
+        assert isinstance(span, ReadableSpan)  # ALWAYS_ON
+        status = Status(StatusCode.UNSET)
         if error is not None:
-            span.set_status(Status(StatusCode.ERROR, _encodable(f"{error[0]}: {error[1]}")))
+            status = Status(StatusCode.ERROR, _encodable(f"{error[0]}: {error[1]}"))
+        # Not `set_attributes`: SDKs before 1.45 take bytes for text there, and drop or change packed ids.
+        ended = ReadableSpan(
+            name=span.name,
+            context=span.context,
+            parent=span.parent,
+            resource=span.resource,
+            attributes={key: _encodable(value) for key, value in attributes.items()},
+            kind=span.kind,
+            status=status,
+            start_time=span.start_time,
+            end_time=end_ns,
+            instrumentation_scope=span.instrumentation_scope,
+        )
         if self._ended - self._exporter.taken >= MAX_QUEUE:
             self._drop("the exporter is too slow")
             return
         self._ended += 1
-        span.end(end_time=end_ns)
+        self._processor.on_end(ended)
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until the spans of all calls that have ended are where the exporter brings them.
@@ -232,5 +245,5 @@ def _encodable(value: Any) -> Any:
     if isinstance(value, str):
         return storable(value)
     if isinstance(value, list | tuple):
-        return [_encodable(item) for item in value]
+        return tuple(_encodable(item) for item in value)
     return value
