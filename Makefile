@@ -1,8 +1,9 @@
-# make setup | demo | test | lint | types | bench | bench-demo | clean
-.PHONY: setup demo test lint types bench bench-demo clean
+# make setup | demo | test | conformance | lint | types | bench | bench-demo | clean
+.PHONY: setup demo test conformance lint types bench bench-demo clean
 PYTHON ?= python3
 DEMO_ARGS ?=
 TEST_ARGS ?=
+ENDS ?= oldest newest
 BIN := .venv/bin
 # Written last by scripts/setup.sh; named after what it installed, so that new pins set up again.
 STAMP := .venv/.setup-$(shell cat constraints.txt pyproject.toml scripts/setup.sh | cksum | cut -d' ' -f1)
@@ -17,6 +18,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+conformance: $(STAMP)
+	bash scripts/conformance.sh $(ENDS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
