@@ -12,6 +12,7 @@ Invariants:
   recording stops (`end_open_calls`) with what had come by then. Not in a forked child that inherits it.
 * Of two patched transports that wrap one another, the outer one records.
 * Installing twice is installing once; `uninstall` restores what was there.
+* A method of `_TARGETS` that is not there is told to `blind_spots.py`, never skipped in silence.
 """
 
 import functools
@@ -22,6 +23,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+from spangrad.tracer import blind_spots
 from spangrad.tracer import conventions as c
 from spangrad.tracer.calls import MAX_RESPONSE_BYTES, ROUTES, RawCall
 from spangrad.tracer.current import current_rollout, rollout_attributes
@@ -64,6 +66,7 @@ def install() -> None:
     """Patch the transports that are imported, and those that will be."""
     for module in _TARGETS:
         when_imported(module, _patch)
+    blind_spots.watch_clients()
 
 
 def uninstall() -> None:
@@ -85,10 +88,27 @@ def after_fork_in_child() -> None:
     _open_calls.clear()
 
 
+def missing_targets(module: ModuleType) -> list[str]:
+    """What of `_TARGETS` a module does not have."""
+    return [
+        f"{blind_spots.described(module.__name__)} has no {class_name}.{method}"
+        for class_name, method in _TARGETS[module.__name__]
+        if _target(module, class_name, method)[1] is None
+    ]
+
+
+def _target(module: ModuleType, class_name: str, method: str) -> tuple[type | None, Any]:
+    owner = getattr(module, class_name, None)
+    if not isinstance(owner, type):
+        return None, None
+    return owner, vars(owner).get(method)
+
+
 def _patch(module: ModuleType) -> None:
+    for spot in missing_targets(module):
+        blind_spots.tell(spot)
     for class_name, method in _TARGETS[module.__name__]:
-        owner = getattr(module, class_name, None)
-        original = vars(owner).get(method) if isinstance(owner, type) else None
+        owner, original = _target(module, class_name, method)
         if owner is None or original is None or (owner, method) in _originals:
             continue
         is_async = method == "handle_async_request"

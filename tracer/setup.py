@@ -28,7 +28,7 @@ from typing import Any
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 
 from spangrad.errors import CaptureError
-from spangrad.tracer import capture, children, following, hops, ray_tasks, runtime
+from spangrad.tracer import blind_spots, capture, children, following, hops, ray_tasks, runtime
 from spangrad.tracer.current import end_open_rollouts
 from spangrad.tracer.exporter import Exporter, HubExporter, SpoolExporter
 from spangrad.tracer.propagation import Destinations
@@ -149,6 +149,7 @@ def shutdown(timeout_s: float = 10.0) -> bool:
             capture.end_open_calls()
             end_open_spans()
             flushed = current.worker.close(timeout_s)
+            blind_spots.tell_again()
             current.worker.exporter.shutdown()
         return flushed
 

@@ -22,6 +22,7 @@ from typing import Final
 
 from spangrad.errors import SpangradError
 from spangrad.store import open_store
+from spangrad.tracer import blind_spots, capture
 from spangrad.trainer import machine
 from spangrad.trainer.machine import GIB
 
@@ -81,7 +82,15 @@ class Check:
 
 def examine(folder: str | os.PathLike[str] = ".") -> list[Check]:
     """Look at everything; `folder` is where stores and checkpoints would go. Takes a few seconds."""
-    return [*_packages(), *_works(), *_engine(), *_torch(), *_processor(), *_memory(Path(folder))]
+    return [
+        *_packages(),
+        *_works(),
+        *_clients(),
+        *_engine(),
+        *_torch(),
+        *_processor(),
+        *_memory(Path(folder)),
+    ]
 
 
 def is_broken(checks: list[Check]) -> bool:
@@ -121,6 +130,20 @@ def _works() -> Iterator[Check]:
     except OSError as error:
         fix = "allow listening on the loopback interface; hub, gateway and engine need it"
         yield Check("works", "loopback", State.BROKEN, f"no server can listen on 127.0.0.1: {error}", fix)
+
+
+def _clients() -> Iterator[Check]:
+    """Whether the tracer can attach to the clients that are installed."""
+    for name in (*blind_spots.WATCHED, *blind_spots.CLIENTS):
+        if _version(name) is None:
+            continue
+        module = importlib.import_module(name)
+        look = blind_spots.in_client if name in blind_spots.CLIENTS else capture.missing_targets
+        if spots := look(module):
+            fix = f"another version of {name}, or the gateway in front of the model"
+            yield Check("works", f"capture of {name}", State.BROKEN, "; ".join(spots), fix)
+        else:
+            yield Check("works", f"capture of {name}", State.OK, "its calls are recorded")
 
 
 def _engine() -> Iterator[Check]:

@@ -7,6 +7,7 @@ import pytest
 
 from spangrad.adapters import ModelCall
 from spangrad.adapters.grading import LEFT_EARLY
+from spangrad.tracer import blind_spots
 from tests.tracer.conformance import expected_files, make, table
 from tests.tracer.conformance.case import Case, Want
 from tests.tracer.conformance.cases import ALL
@@ -39,6 +40,11 @@ def test_a_session_gives_exactly_the_expected_calls_and_disturbs_nobody(case: Ca
     for call, want in zip(calls, case.wants, strict=True):
         check(call, want)
     assert [as_json(call) for call in calls] == expected_files.read(case)
+
+
+def test_nothing_of_these_clients_goes_unwatched(player: Player) -> None:
+    player.record(ALL[0])  # they are all imported
+    assert blind_spots.found() == ()
 
 
 def check(call: ModelCall, want: Want) -> None:
