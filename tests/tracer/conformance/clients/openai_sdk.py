@@ -1,6 +1,7 @@
 """The OpenAI SDK: chat, legacy completions, Responses, embeddings; sync and async."""
 
 import asyncio
+import urllib.request
 from typing import Any, Literal
 
 import openai
@@ -257,7 +258,7 @@ async def async_retries(url: str) -> Any:
 
 @case("openai", "time-out", "slow", failed("ReadTimeout"))
 def timeout(url: str) -> Any:
-    with sync_client(url, timeout=0.2) as client:
+    with sync_client(url, timeout=openai.Timeout(30, read=0.3)) as client:
         return client.chat.completions.create(**asks(**IDS))
 
 
@@ -265,9 +266,15 @@ def timeout(url: str) -> Any:
 async def cancelled(url: str) -> Any:
     async with async_client(url) as client:
         call = asyncio.create_task(client.chat.completions.create(**asks(**IDS)))
-        await asyncio.sleep(0.2)
+        while not await asyncio.to_thread(_was_heard, url):
+            await asyncio.sleep(0.01)
         call.cancel()
         await call
+
+
+def _was_heard(url: str) -> bool:
+    with urllib.request.urlopen(f"{url}/seen") as response:
+        return bool(int(response.read()))
 
 
 @case("openai", "stream left by break", "stream_held", partial(101, 102))
