@@ -32,7 +32,16 @@ from spangrad.tracer.gateway import GatewayConfig, serve
 serve(GatewayConfig(**json.loads(sys.argv[1])))
 """
 _OURS = ("traceparent", "x-spangrad-rollout", "x-spangrad-attempt", "x-spangrad-step")
-_SPAN_FIELDS = ("call_id", "trace_id", "span_id", "span_ids", "start_ns", "end_ns", "rollout_id")
+_SPAN_FIELDS = (
+    "call_id",
+    "trace_id",
+    "span_id",
+    "span_ids",
+    "ancestor_span_ids",
+    "start_ns",
+    "end_ns",
+    "rollout_id",
+)
 
 
 @dataclass(frozen=True)
@@ -150,7 +159,7 @@ def in_order(case: Case, calls: list[ModelCall]) -> list[ModelCall]:
 def as_json(call: ModelCall) -> dict[str, Any]:
     """A call without what differs from run to run, and without what it does not have."""
     fields = asdict(call)
-    told: dict[str, Any] = {"spans": len(fields["span_ids"])}
+    told: dict[str, Any] = {"spans": len(fields["span_ids"]), "ancestors": len(fields["ancestor_span_ids"])}
     for name in _SPAN_FIELDS:
         del fields[name]
     kept: dict[str, Any] = json.loads(json.dumps(fields, default=str).replace("httpx2.", "httpx."))
