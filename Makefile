@@ -1,5 +1,5 @@
-# make setup | demo | test | conformance | lint | types | bench | bench-demo | clean
-.PHONY: setup demo test conformance lint types bench bench-demo clean
+# make setup | demo | test | conformance | chaos | lint | types | bench | bench-demo | clean
+.PHONY: setup demo test conformance chaos lint types bench bench-demo clean
 PYTHON ?= python3
 DEMO_ARGS ?=
 TEST_ARGS ?=
@@ -22,6 +22,9 @@ test: $(STAMP)
 conformance: $(STAMP)
 	bash scripts/conformance.sh $(ENDS)
 
+chaos: $(STAMP)
+	SPANGRAD_CHAOS_S=$${SPANGRAD_CHAOS_S:-120} $(BIN)/python -m pytest tests/chaos $(TEST_ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -29,7 +32,7 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
-	for example in examples/*/; do $(BIN)/mypy "$$example" || exit 1; done
+	for agent in examples/*/agent.py; do $(BIN)/mypy "$$(dirname "$$agent")" || exit 1; done
 	$(BIN)/pyright
 
 bench: $(STAMP)
