@@ -83,7 +83,7 @@ def openai_streams(url: str, notes: Notes, pace: float) -> Run:
 
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
 
-    def streamed(messages: list[Message], *, leave: bool = False) -> Message:
+    def streamed(messages: list[Any], *, leave: bool = False) -> Message:
         time.sleep(pace)
         content, arguments = "", ""
         stream: Any = client.chat.completions.create(
@@ -116,8 +116,9 @@ def openai_streams(url: str, notes: Notes, pace: float) -> Run:
                 messages.append({"role": "assistant", "content": reply["content"]})
                 messages.append({"role": "user", "content": f"then {digest(seen)}"})
         messages.append({"role": "user", "content": "FAIL"})
+        refused: Any = messages
         try:
-            client.chat.completions.create(model="policy", messages=messages)  # type: ignore[arg-type]
+            client.chat.completions.create(model="policy", messages=refused)
         except openai.BadRequestError as error:
             seen.append(notes.call(messages, {"refused": error.status_code, "why": error.code}))
         return seen

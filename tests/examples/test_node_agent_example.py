@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -16,11 +17,12 @@ from tests.gateway.stub_engine import StubEngine, prompt_ids, stub_engine, token
 
 NODE = shutil.which("node")
 AGENT = EXAMPLES / "03_node_agent" / "agent.mjs"
-# A reader of an environment that has no address for every rollout: Node calls it before the agent.
-WITH_HEADER = (
-    "const plain = globalThis.fetch; globalThis.fetch = (url, options) => plain(url, "
-    "{...options, headers: {...options.headers, 'x-spangrad-rollout': 'by-header', 'x-spangrad-attempt': '2'}});"
-)
+# What an environment does that has no address for every rollout.
+WITH_HEADERS = """
+const plain = globalThis.fetch;
+const ours = {"x-spangrad-rollout": "by-header", "x-spangrad-attempt": "2"};
+globalThis.fetch = (url, options) => plain(url, {...options, headers: {...options.headers, ...ours}});
+"""
 
 pytestmark = [
     pytest.mark.slow,
@@ -96,7 +98,7 @@ def test_calls_of_a_node_agent_are_exact_and_belong_to_the_rollout_of_its_addres
 def test_calls_of_a_node_agent_belong_to_the_rollout_of_its_header(
     engine: StubEngine, recorded: Callable[..., list[ModelCall]]
 ) -> None:
-    hook = f"data:text/javascript,{WITH_HEADER}"
+    hook = f"data:text/javascript,{quote(WITH_HEADERS)}"
     calls = recorded("", "Use the TOOL for Orléans", "--import", hook)
     check(calls, "by-header", 2, "Use the TOOL for Orléans", engine)
 
