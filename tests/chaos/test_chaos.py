@@ -3,7 +3,8 @@
 SPANGRAD_CHAOS_S: how long, in seconds (`make chaos`: 120). SPANGRAD_CHAOS_SEED: which events.
 
 * No call is lost that had finished, none is there twice, each belongs to its rollout and holds the reply
-  that the agent got. Of an agent that was killed with SIGKILL nothing is missing but the call in progress.
+  that the agent got. Only of an agent that was killed with SIGKILL what had ended a moment before may be
+  missing (`tracer/README.md`, Limits); the test says how long before.
 * What every agent saw is what an untraced run of it sees.
 """
 
@@ -36,6 +37,8 @@ SECONDS = float(os.environ.get("SPANGRAD_CHAOS_S", "20"))
 SEED = int(os.environ.get("SPANGRAD_CHAOS_SEED", "0"))
 ROOT = Path(__file__).parents[2]
 PACE_S = 0.05
+KILL_COSTS_S = 10.0
+"""SIGKILL may cost what ended this long before: the worker's pause, a hub's timeout, and a busy machine."""
 SPANGRAD = [sys.executable, "-c", "from spangrad.cli import main; main()"]
 AGENTS = [sys.executable, str(Path(__file__).with_name("agents.py"))]
 NEXT_PROCESS = "import spangrad; spangrad.init(); assert spangrad.flush(60)"
@@ -236,7 +239,7 @@ def check_calls(agents: list[Agent], calls: list[ModelCall]) -> list[int]:
             call = by_key.get(key)
             if call is None:
                 ages = [killed_ns - time_ns for _, killed_ns in agent.killed if killed_ns > time_ns]
-                assert ages, f"{agent.name} lost {key}"
+                assert ages and min(ages) < KILL_COSTS_S * 1e9, f"{agent.name} lost {key}"
                 missing.append(min(ages) // 1_000_000)
                 continue
             assert call.rollout_id is not None and key.startswith(call.rollout_id)
@@ -255,9 +258,7 @@ def test_no_call_is_lost_or_doubled_and_no_result_changes_while_hub_and_agents_a
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ExitStack() as stack:
-        engine = start(
-            [sys.executable, str(ROOT / "tests/gateway/stub_engine.py")], tmp_path / "engine", stack
-        )
+        engine = start([sys.executable, "-m", "tests.gateway.stub_engine"], tmp_path / "engine", stack)
         assert engine.stdout is not None
         engine_url = f"http://127.0.0.1:{engine.stdout.readline().strip()}"
         hub = Hub(tmp_path / "hub", stack)
