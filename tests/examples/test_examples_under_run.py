@@ -46,7 +46,7 @@ class ToFile(SpanExporter):
             for span in spans:
                 parent = span.parent and format(span.parent.span_id, "x")
                 ids = [format(span.context.trace_id, "x"), format(span.context.span_id, "x"), parent]
-                file.write(json.dumps([span.name, dict(span.attributes), *ids]) + "\\\\n")
+                file.write(json.dumps([span.name, dict(span.attributes), *ids]) + "\\n")
         return SpanExportResult.SUCCESS
 
 out, sys.argv = sys.argv[1], ["agent.py", *sys.argv[2:]]
