@@ -20,7 +20,11 @@ from tests.tracer.stub_server import ModelServer
 
 Finish = Callable[[], list[Recorded]]
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "Hello"}]}
-pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:pydantic.*", "ignore:.*:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*:UserWarning:pydantic.*",
+    "ignore:.*:DeprecationWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",  # sockets that LangChain and LiteLLM leave
+)
 
 
 def typed(value: Any) -> Any:

@@ -52,7 +52,7 @@ def test_every_helper_for_structured_output_is_recorded(recorded: Finish, is_asy
 @pytest.mark.filterwarnings(
     "ignore:.*:UserWarning:pydantic.*",
     "ignore:.*:DeprecationWarning",
-    "ignore:.*unclosed:pytest.PytestUnraisableExceptionWarning",  # LiteLLM's event loop
+    "ignore::pytest.PytestUnraisableExceptionWarning",  # sockets and loops that LangChain and LiteLLM leave
 )
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_litellms_tool_calls_are_recorded_as_the_model_wrote_them(
