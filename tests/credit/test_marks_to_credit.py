@@ -36,8 +36,8 @@ def store(model: ModelServer, tmp_path: Path) -> Iterator[FileStore]:
                 for index, room in enumerate(rooms):
                     with spangrad.step(f"walk{index}"):
                         spangrad.state(room)
-                        ask(f"think {number}")
-                        ask(f"walk {number}")
+                        ask(f"think {number} {index}")
+                        ask(f"walk {number} {index}")
                         with spangrad.purpose("judge"):
                             ask("judge")
                         spangrad.reward(0.5 * index)

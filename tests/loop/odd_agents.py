@@ -32,7 +32,7 @@ def run(task):
             marker.touch()
             os.kill(task["pid"], signal.SIGKILL)  # its span of the call above dies with it
         _wait_for_gateway()
-        _call()
+        _call("hello again")
     if what == "wait for grader":
         _wait_until(Path(task["marker"]).exists)
     if what == "outlive gateway":
@@ -40,8 +40,8 @@ def run(task):
     return {"text": what}
 
 
-def _call():
-    body = {"model": "none", "messages": [{"role": "user", "content": "hello"}]}
+def _call(text="hello"):
+    body = {"model": "none", "messages": [{"role": "user", "content": text}]}
     url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
     headers = {"authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     httpx.post(url, json=body, headers=headers, timeout=20).raise_for_status()
