@@ -12,15 +12,13 @@ Invariants:
 * A rollout inside a rollout that names no id of its own is a part of the outer one.
 """
 
-import functools
-import inspect
 import logging
 import os
 import traceback
 import uuid
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, overload
 
 from opentelemetry.sdk.trace import Span
 from opentelemetry.trace import Status, StatusCode
@@ -39,6 +37,7 @@ from spangrad.tracer.current import (
 )
 from spangrad.tracer.exporter import Periodically
 from spangrad.tracer.runtime import Runtime, active
+from spangrad.tracer.wrapping import wrap
 
 logger = logging.getLogger(__name__)
 
@@ -95,46 +94,27 @@ class RolloutScope:
         self._task_id = task_id if task_id is None else c.storable(task_id)
         self._attempt = attempt
         self._name = name if name is None else c.storable(name)
-        self._entered: list[tuple[_Run, Rollout | None]] = []
+        self._entered: list[_Run] = []
 
     def __call__(self, function: F) -> F:
         """Decorate `function`."""
-        if inspect.isasyncgenfunction(function):
-            wrapper: Any = _async_generator(function, self)
-        elif inspect.isgeneratorfunction(function):
-            wrapper = _generator(function, self)
-        elif inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def run_async(*args: Any, **kwargs: Any) -> Any:
-                with self._fresh(function):
-                    return await function(*args, **kwargs)
-
-            wrapper = run_async
-        else:
-
-            @functools.wraps(function)
-            def run(*args: Any, **kwargs: Any) -> Any:
-                with self._fresh(function):
-                    return function(*args, **kwargs)
-
-            wrapper = run
-        return cast(F, wrapper)
+        name = self._name or str(getattr(function, "__name__", "rollout"))
+        return wrap(function, lambda args, kwargs: self._begin(name))
 
     def __enter__(self) -> Rollout:
         """Begin the rollout and make it current."""
         run = self._begin(self._name or "rollout")
-        self._entered.append((run, enter(run.rollout)))
+        run.enter()
+        self._entered.append(run)
         return run.rollout
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End it; an error is recorded and goes on."""
-        entered = next((pair for pair in reversed(self._entered) if is_entered(pair[0].rollout)), None)
-        run, outer = entered = entered or self._entered[-1]
-        self._entered.remove(entered)
-        leave(run.rollout, outer)
+        run = next((run for run in reversed(self._entered) if is_entered(run.rollout)), self._entered[-1])
+        self._entered.remove(run)
+        run.leave()
         run.end(error)
 
     async def __aenter__(self) -> Rollout:
@@ -147,12 +127,6 @@ class RolloutScope:
         """End it; an error is recorded and goes on."""
         self.__exit__(kind, error, trace)
 
-    def _fresh(self, function: Callable[..., Any]) -> "RolloutScope":
-        return RolloutScope(self._rollout_id, self._task_id, self._attempt, self._name_of(function))
-
-    def _name_of(self, function: Callable[..., Any]) -> str:
-        return self._name or str(getattr(function, "__name__", "rollout"))
-
     def _begin(self, name: str) -> "_Run":
         outer = enclosing_rollout()
         if outer is not None and self._rollout_id in (None, outer.rollout_id):
@@ -163,12 +137,13 @@ class RolloutScope:
 
 
 class _Run:
-    """The time between a rollout's begin and end, or that of a part of it."""
+    """The time between a rollout's begin and end, or that of a part of it: an `Around` of `wrap`."""
 
     def __init__(self, rollout: Rollout, name: str, *, is_root: bool) -> None:
         self.rollout = rollout
         self._is_root = is_root
         self._process_id = os.getpid()
+        self._before: Rollout | None = None
         self._span: Span | None = None
         try:
             runtime = active() or _started_by_launcher()
@@ -179,7 +154,13 @@ class _Run:
         except Exception:  # the boundary: the agent must run
             logger.warning("a rollout could not be recorded", exc_info=True)
 
-    def end(self, error: BaseException | None) -> None:
+    def enter(self) -> None:
+        self._before = enter(self.rollout)
+
+    def leave(self) -> None:
+        leave(self.rollout, self._before)
+
+    def end(self, error: BaseException | None, result: object = None) -> None:
         if self._process_id != os.getpid():  # a forked child comes back through its parent's code
             return
         if self._is_root:
@@ -227,77 +208,3 @@ def _storable_parts(error: BaseException) -> dict[str, str]:
         "exception.stacktrace": "".join(traceback.format_exception(error)),
     }
     return {name: c.storable(text) for name, text in parts.items() if c.storable(text) != text}
-
-
-def _generator(function: Callable[..., Generator[Any, Any, Any]], scope: RolloutScope) -> Any:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        inner = function(*args, **kwargs)
-        started = scope._begin(scope._name_of(function))
-        step: Callable[..., Any] = inner.send
-        argument: Any = None
-        error: BaseException | None = None
-        try:
-            while True:
-                item = _within(started.rollout, step, argument)
-                try:
-                    step, argument = inner.send, (yield item)
-                except GeneratorExit:
-                    _within(started.rollout, inner.close)
-                    raise
-                except BaseException as thrown:
-                    step, argument = inner.throw, thrown
-        except StopIteration as stop:
-            return stop.value
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            started.end(error)
-
-    return run
-
-
-def _async_generator(function: Callable[..., AsyncGenerator[Any, Any]], scope: RolloutScope) -> Any:
-    @functools.wraps(function)
-    async def run(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        inner = function(*args, **kwargs)
-        started = scope._begin(scope._name_of(function))
-        step: Callable[..., Any] = inner.asend
-        argument: Any = None
-        error: BaseException | None = None
-        try:
-            while True:
-                item = await _within_async(started.rollout, step, argument)
-                try:
-                    step, argument = inner.asend, (yield item)
-                except GeneratorExit:
-                    await _within_async(started.rollout, inner.aclose)
-                    raise
-                except BaseException as thrown:
-                    step, argument = inner.athrow, thrown
-        except StopAsyncIteration:
-            return
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            started.end(error)
-
-    return run
-
-
-def _within(rollout: Rollout, step: Callable[..., Any], *arguments: Any) -> Any:
-    outer = enter(rollout)
-    try:
-        return step(*arguments)
-    finally:
-        leave(rollout, outer)
-
-
-async def _within_async(rollout: Rollout, step: Callable[..., Any], *arguments: Any) -> Any:
-    outer = enter(rollout)
-    try:
-        return await step(*arguments)
-    finally:
-        leave(rollout, outer)

@@ -33,7 +33,7 @@ from spangrad.tracer.runtime import Runtime, active
 from spangrad.tracer.steps import current_config
 from spangrad.tracer.structure.place import MARKS, Marks, Scope, current_run, is_same, parent_of, run
 from spangrad.tracer.structure.spans import OpenSpan, begin_span
-from spangrad.tracer.structure.wrapping import NO_RESULT, arguments_of, wrap
+from spangrad.tracer.wrapping import NO_RESULT, arguments_of, wrap
 
 logger = logging.getLogger(__name__)
 
