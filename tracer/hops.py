@@ -108,12 +108,13 @@ def uninstall() -> None:
 
 
 def _patch(module: ModuleType) -> None:
-    _patches.replace(module.Starlette, "__call__", _served)
+    # uvicorn takes an application that can be called without arguments for a function that makes one
+    _patches.replace(module.Starlette, "__call__", _served, as_made=True)
 
 
 def _served(original: Callable[..., Awaitable[None]]) -> Callable[..., Any]:
     async def __call__(self: Any, scope: Any, receive: Any, send: Any) -> None:
-        with continue_rollout(scope.get("headers") or ()):
+        with continue_rollout((scope.get("headers") if _patches.is_on else None) or ()):
             await original(self, scope, receive, send)
 
     return __call__

@@ -21,14 +21,30 @@ class Patches:
         """Set it before `replace`. False after `undo`: what could not be put back calls the original."""
 
     def replace(
-        self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+        self,
+        owner: Any,
+        name: str,
+        make: Callable[[Callable[..., Any]], Callable[..., Any]],
+        *,
+        as_made: bool = False,
     ) -> None:
-        """Replace `owner.name` by `make(original)`; no effect if it is not there or replaced already."""
+        """Replace `owner.name` by `make(original)`; no effect if it is not there or replaced already.
+
+        Args:
+            owner: Class or module.
+            name: Of the function in `owner`.
+            make: Gives what is called instead.
+            as_made: It is put there itself, for callers that try with how many arguments it can be called.
+                It has the original's parameters, is a coroutine function if that is one, and minds `is_on`.
+        """
         original = vars(owner).get(name)
         if original is None or not self.is_on or (owner, name) in self._originals:
             return
-        make_replacement = self._coroutine if _is_coroutine(original) else self._function
-        replacement = functools.wraps(original)(make_replacement(original, make(original)))
+        replacement = make(original)
+        if not as_made:
+            make_replacement = self._coroutine if _is_coroutine(original) else self._function
+            replacement = make_replacement(original, replacement)
+        replacement = functools.wraps(original)(replacement)
         self._originals[owner, name] = original
         setattr(owner, name, replacement)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -189,6 +190,9 @@ def test_under_spangrad_run_starlette_continues_rollouts_by_itself(
     spangrad.init(store=tmp_path / "s")
     assert seen_by_app(app) == "callers"
     assert inspect.iscoroutinefunction(app.__call__)  # or servers take it for an older protocol
+    server = uvicorn.Config(app, log_config=None)
+    server.load()  # it tries whether the application is a function that makes one
+    assert server.interface == "asgi3"
     spangrad.shutdown()
     assert vars(Starlette)["__call__"] is original
 
