@@ -91,6 +91,8 @@ class Player:
     def record(self, case: Case) -> tuple[Outcome, list[ModelCall]]:
         """Run a case with the tracer on, inside a rollout. Also gives the calls that it recorded."""
         rollout_id = f"r-{next(self._numbers)}"
+        if case.through_gateway:
+            self.gateway_url()  # starts it, if need be, where it belongs to no rollout
         spangrad.init(store=self.store.path)
         try:
             with spangrad.rollout(rollout_id=rollout_id):

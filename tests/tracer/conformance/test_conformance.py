@@ -63,7 +63,8 @@ def check(call: ModelCall, want: Want) -> None:
             ]
     versions = {version for choice in call.choices for version in choice.policy_versions or ()}
     assert versions == ({7} if want.grade == "exact" else set())
-    assert bool(call.prompt_token_ids) == bool(want.sampled)
+    if want.is_complete:
+        assert bool(call.prompt_token_ids) == bool(want.sampled)
 
 
 def sampled(call: ModelCall) -> Sequence[Sequence[int]]:
@@ -94,7 +95,7 @@ def test_the_oldest_versions_are_the_lower_bounds_of_the_package() -> None:
     project = tomllib.loads((table.ROOT / "pyproject.toml").read_text())["project"]
     bounds = project["dependencies"] + project["optional-dependencies"]["agents"]
     pins = table.pins(expected_files.OLDEST_PINS)
-    for name, bound in (requirement.split(">=") for requirement in bounds):
+    for name, bound in (requirement.partition(";")[0].split(">=") for requirement in bounds):
         assert (pins[name] + ".").startswith(bound + "."), (
             f"{name}: {pins[name]} is not the {bound} of pyproject.toml"
         )

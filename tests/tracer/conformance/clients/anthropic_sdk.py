@@ -11,8 +11,8 @@ TOOL: Any = {
     "description": "Look up the weather.",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-ENDS = text("end_turn")
-USES_TOOL = text("tool_use")
+ENDS = text()
+USES_TOOL = text("tool_calls")
 
 
 def sync_client(url: str, **more: Any) -> anthropic.Anthropic:

@@ -8,7 +8,7 @@ from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import SecretStr
 
 from tests.tracer.conformance.case import DRY, ONE_TOOL, TWO_TOOLS, WET, case, exact, failed, ids, text
-from tests.tracer.conformance.clients.openai_sdk import EMBEDDED, NOT_EMBEDDINGS, Forecast
+from tests.tracer.conformance.clients.openai_sdk import EMBEDDED, Forecast
 
 ASKED = "The weather in Oslo?"
 
@@ -103,12 +103,12 @@ def retries(url: str) -> Any:
     return chat_model(url, max_retries=2).invoke(ASKED)
 
 
-@case("langchain", "Responses API", "response", text("completed"))
+@case("langchain", "Responses API", "response", text())
 def responses(url: str) -> Any:
     return plain_model(url, use_responses_api=True).invoke(ASKED)
 
 
-@case("langchain", "OpenAIEmbeddings", "embeddings_base64", EMBEDDED, broken=NOT_EMBEDDINGS)
+@case("langchain", "OpenAIEmbeddings", "embeddings_base64", EMBEDDED)
 def embeddings(url: str) -> Any:
     embedder = OpenAIEmbeddings(
         base_url=url, api_key=SecretStr("k"), model="embedder", check_embedding_ctx_length=False

@@ -16,7 +16,7 @@ from tests.tracer.conformance.case import (
     ids,
     partial,
 )
-from tests.tracer.conformance.clients.openai_sdk import EMBEDDED, NO_TEXT_LOGPROBS, NOT_EMBEDDINGS, TOOL
+from tests.tracer.conformance.clients.openai_sdk import EMBEDDED, TOOL
 
 litellm.suppress_debug_info = True
 
@@ -116,14 +116,14 @@ def _routed(url: str, model: str) -> Any:
     return {key: asked[key] for key in ("model", "messages", "logprobs", "extra_body")}
 
 
-@case("litellm", "text_completion", "completion", ids(DRY), broken=NO_TEXT_LOGPROBS)
+@case("litellm", "text_completion", "completion", ids(DRY))
 def text_completion(url: str) -> Any:
     asked = asks(url, "text-completion-openai", prompt="The weather:", logprobs=1)
     del asked["messages"]
     return litellm.text_completion(**asked)
 
 
-@case("litellm", "aembedding", "embeddings", EMBEDDED, broken=NOT_EMBEDDINGS)
+@case("litellm", "aembedding", "embeddings", EMBEDDED)
 async def aembedding(url: str) -> Any:
     return await litellm.aembedding(model="hosted_vllm/embedder", input=["Oslo"], api_base=url, api_key="k")
 
