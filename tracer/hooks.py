@@ -58,16 +58,22 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
     def _watch(self, name: str, loader: Any) -> None:
-        run = loader.exec_module
-
         def exec_module(module: ModuleType) -> None:
-            loader.exec_module = run
+            if own is None:  # not `run`: of a proxy's loader (wrapt's hooks) that would call itself
+                del loader.exec_module
+            else:
+                loader.exec_module = own
             run(module)
             while callbacks := self.callbacks.pop(name, []):  # a callback may add others
                 for callback in callbacks:
                     _call(callback, module)
 
-        loader.exec_module = exec_module
+        try:
+            run = loader.exec_module
+            own = vars(loader).get("exec_module")
+            loader.exec_module = exec_module
+        except (AttributeError, TypeError):  # somebody's loader that has or takes no such thing
+            logger.warning("spangrad could not watch the import of %r", name, exc_info=True)
 
 
 _finder = _Finder()
