@@ -7,7 +7,8 @@ trace. Knows processes and signals; it does not know what the child does. Invari
 * The child's exit code is the result; 128 + number if a signal ended it, 127 if there is no such
   command, 126 if it can't be run.
 * The child has the launcher's standard input, output and error.
-* Signals sent to the launcher reach the child; the terminal's Ctrl-C reaches it once.
+* Signals sent to the launcher reach the child; the terminal's Ctrl-C reaches it once. What the launcher was
+  started to ignore (`nohup`) the child ignores, too.
 """
 
 import contextlib
@@ -112,6 +113,8 @@ def _handled_by(handler: _Forwarder) -> Iterator[None]:
     previous = {}
     try:
         for number in _FORWARDED:
+            if signal.getsignal(number) is signal.SIG_IGN:  # by `nohup`, or a shell's `&`: the child's, too
+                continue
             with contextlib.suppress(ValueError):  # not in the main thread
                 previous[number] = signal.signal(number, handler)
         yield

@@ -129,6 +129,18 @@ def test_signals_reach_the_child_and_its_death_is_the_exit_code(model: ModelServ
     assert [root.is_error for root in roots(spans_of_store(tmp_path / "s"))] == [True, True]
 
 
+def test_signals_that_nohup_ignores_are_ignored_by_the_child_too(tmp_path: Path) -> None:
+    code = "import signal; print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
+    done = subprocess.run(
+        [sys.executable, "-m", "spangrad", "run", "--", sys.executable, "-c", code],
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "True"
+
+
 def test_a_python_without_spangrad_says_that_it_is_not_recorded(tmp_path: Path) -> None:
     autostart = (
         Path(__import__("spangrad.tracer.launch").tracer.launch.__file__).resolve().parent / "autostart"
