@@ -47,6 +47,8 @@ _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 _FLUSH_RETRY_S = 0.25
 _LOG_EVERY_S = 30.0
+_UNDELIVERED = (OSError, http.client.HTTPException, ValueError)
+"""ValueError: of a key, host or port that `http.client` won't send to."""
 
 
 def spool_of_store(store_path: str | os.PathLike[str]) -> Path:
@@ -209,8 +211,8 @@ class HubExporter(Exporter):
         self.lost_spans = 0
         self._parts = parts
         self._headers = {"Content-Type": "application/x-protobuf"}
-        if key:
-            self._headers["Authorization"] = f"Bearer {key}"
+        if key and key.strip():  # one read from a file ends in a newline
+            self._headers["Authorization"] = f"Bearer {key.strip()}"
         if spool_dir is None:
             spool_dir = Path(".spangrad", "spool", hashlib.sha256(self.url.encode()).hexdigest()[:16])
         self.spool = Spool(spool_dir)
@@ -245,7 +247,7 @@ class HubExporter(Exporter):
         if self._paused_until <= time.monotonic() < self._closing_at:
             try:
                 delivered = self._deliver(request, self.timeout_s)
-            except (OSError, http.client.HTTPException) as error:
+            except _UNDELIVERED as error:
                 self._failed(error)
             else:
                 self._pause_s = _FIRST_PAUSE_S
@@ -333,7 +335,7 @@ class HubExporter(Exporter):
 
         try:
             sent = self.spool.drain(send)
-        except (OSError, http.client.HTTPException) as error:
+        except _UNDELIVERED as error:
             if self._is_closing or time.monotonic() >= deadline:
                 return 0
             if counts_as_failure:
@@ -348,7 +350,7 @@ class HubExporter(Exporter):
     def _deliver(self, request: bytes, timeout_s: float) -> bool:
         """Post once. Returns False, and counts, if the hub will never take it or some of its spans.
 
-        Raises OSError or HTTPException if it may work later.
+        Raises one of `_UNDELIVERED` if it may work later.
         """
         parts = self._parts
         assert parts.hostname is not None

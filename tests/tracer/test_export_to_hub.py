@@ -15,6 +15,7 @@ from spangrad.tracer import conventions as c
 from spangrad.tracer.calls import MAX_SPAN_BYTES
 from spangrad.tracer.exporter import HubExporter, SpoolExporter
 from spangrad.tracer.runtime import active
+from spangrad.tracer.spool import Spool
 from tests.store.building import new_trace, request, span
 from tests.tracer.recording import spans_of_request, spans_of_store
 from tests.tracer.stub_server import HubServer, ModelServer, hub_server
@@ -44,6 +45,25 @@ def test_spans_arrive_with_the_key(model: ModelServer, hub: HubServer) -> None:
     assert set(hub.keys) == {"Bearer agent-key"}
     (span,) = spans_of_request(hub.requests[0])
     assert (span.resource["service.name"], span.scope) == ("shop", c.SCOPE_TRACER)
+
+
+def test_a_key_that_ends_in_a_newline_is_that_key(model: ModelServer, hub: HubServer) -> None:
+    spangrad.init(store=hub.url, key="agent-key\n")
+    ask(model, "one")
+    assert spangrad.flush()
+    assert set(hub.keys) == {"Bearer agent-key"}
+
+
+def test_what_no_header_or_address_can_hold_costs_no_call(model: ModelServer, hub: HubServer) -> None:
+    for url, key in ((hub.url, "agent\nkey"), (hub.url, "schl\u0171ssel"), ("http://127.0.0.1:port", "key")):
+        spangrad.init(store=url, key=key, spool_dir="waiting")
+        ask(model, "kept")
+        assert not spangrad.flush(0.5)
+        assert not spangrad.flush(0.5)  # its thread, which finds what waits on disk, lives on
+        spangrad.shutdown()
+    kept: list[bytes] = []
+    Spool("waiting").drain(kept.append)
+    assert [span.prompt() for request in kept for span in spans_of_request(request)] == ["kept"] * 3
 
 
 def test_a_call_returns_while_the_hub_hangs(model: ModelServer, hub: HubServer) -> None:
