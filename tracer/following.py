@@ -230,7 +230,11 @@ def _flush() -> None:
 
 def written(taken: Carried) -> tuple[dict[str, str], bytes | None]:
     """What `taken` is for another process: its values, and how to record there. See `received`."""
-    return taken.pack(), _settings
+    try:
+        return taken.pack(), _settings
+    except Exception:  # the boundary: the work must be sent
+        _log_failure()
+        return {}, None
 
 
 def received(packed: Mapping[str, str], settings: bytes | None) -> Carried:

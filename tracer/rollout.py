@@ -90,10 +90,11 @@ class RolloutScope:
 
     def __init__(self, rollout_id: str | None, task_id: str | None, attempt: int, name: str | None) -> None:
         """See `rollout`."""
-        self._rollout_id = rollout_id if rollout_id is None else c.storable(rollout_id)
-        self._task_id = task_id if task_id is None else c.storable(task_id)
+        # Whatever was given: a number or a UUID can't be a header's value.
+        self._rollout_id = rollout_id if rollout_id is None else c.storable(str(rollout_id))
+        self._task_id = task_id if task_id is None else c.storable(str(task_id))
         self._attempt = attempt
-        self._name = name if name is None else c.storable(name)
+        self._name = name if name is None else c.storable(str(name))
         self._entered: list[_Run] = []
 
     def __call__(self, function: F) -> F:
@@ -166,13 +167,14 @@ class _Run:
         if self._is_root:
             close_rollout(self.rollout)
         try:
-            if self._span is None or not self._span.is_recording():
+            span = self._span
+            if span is None or not span.is_recording():
                 return
-            if error is not None and not isinstance(error, GeneratorExit):
-                self._span.record_exception(error, _storable_parts(error))
-                self._span.set_attribute(c.ERROR_TYPE, _type_name(error))
-                self._span.set_status(Status(StatusCode.ERROR, c.storable(str(error))[:500]))
-            self._span.end()
+            try:
+                if error is not None and not isinstance(error, GeneratorExit):
+                    _record_error(span, error)
+            finally:
+                span.end()
         except Exception:  # the boundary, as above
             logger.warning("the end of a rollout could not be recorded", exc_info=True)
 
@@ -194,6 +196,14 @@ def _started_by_launcher() -> Runtime | None:
 
         setup.init()
     return active()
+
+
+def _record_error(span: Span, error: BaseException) -> None:
+    """Record an error, first what its own `__str__` can't prevent."""
+    span.set_attribute(c.ERROR_TYPE, _type_name(error))
+    span.set_status(Status(StatusCode.ERROR))
+    span.set_status(Status(StatusCode.ERROR, c.storable(str(error))[:500]))
+    span.record_exception(error, _storable_parts(error))
 
 
 def _type_name(error: BaseException) -> str:

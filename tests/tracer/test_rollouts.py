@@ -1,10 +1,13 @@
 """What `spangrad.rollout` and `spangrad.reward` must do."""
 
 import asyncio
+import concurrent.futures
 import contextvars
+import multiprocessing
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -104,6 +107,32 @@ def test_errors_are_recorded_and_pass_through_unchanged(recorded: Finish, error:
     assert root.is_error
     assert root[c.ERROR_TYPE].endswith(type(error).__name__)
     assert root.events[0][0] == "exception"
+
+
+def test_a_rollout_whose_error_has_no_text_ends_as_failed(recorded: Finish) -> None:
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    with pytest.raises(SilentError), spangrad.rollout():
+        raise SilentError
+    (root,) = roots(recorded())
+    assert root.is_error
+    assert str(root[c.ERROR_TYPE]).endswith("SilentError")
+
+
+def test_ids_that_are_no_text_are_recorded_as_text(model: ModelServer, recorded: Finish) -> None:
+    number: Any = 17
+    with (
+        spangrad.rollout(rollout_id=number, task_id=number),
+        concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool,
+    ):
+        ask(model)
+        assert pool.submit(abs, -1).result() == 1
+    spans = recorded()
+    (call,) = calls(spans)
+    (root,) = roots(spans)
+    assert [(span[c.ROLLOUT_ID], span[c.TASK_ID]) for span in (root, call)] == [("17", "17")] * 2
 
 
 def test_a_cancelled_task_ends_its_rollout(recorded: Finish) -> None:
