@@ -184,12 +184,13 @@ def _process_start(original: Callable[..., Any]) -> Callable[..., Any]:
 class Followed:
     """A function that runs as part of the rollout in which it was handed over. Can be pickled if it can."""
 
-    __slots__ = ("_function", "_taken")
+    __slots__ = ("_function", "_has_come", "_taken")
 
-    def __init__(self, function: Callable[..., Any], taken: Carried) -> None:
-        """Wrap `function`."""
+    def __init__(self, function: Callable[..., Any], taken: Carried, *, has_come: bool = False) -> None:
+        """Wrap `function`; `has_come`: from another process, whose pool this one works for."""
         self._function = function
         self._taken = taken
+        self._has_come = has_come
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
@@ -198,7 +199,7 @@ class Followed:
             return self._function(*args, **kwargs)
         finally:
             carried.unset(tokens)
-            if multiprocessing_process.parent_process() is not None:
+            if self._has_come:
                 _flush()
 
     def __repr__(self) -> str:
@@ -224,7 +225,7 @@ def within(work: tuple[Mapping[str, str], bytes | None]) -> Iterator[None]:
 def _flush() -> None:
     """A pool, and Ray, may kill workers once it has their results."""
     runtime = active()
-    if runtime is not None:
+    if runtime is not None and runtime.worker.waiting:
         runtime.worker.flush(_FLUSH_TIMEOUT_S)
 
 
@@ -251,7 +252,7 @@ def received(packed: Mapping[str, str], settings: bytes | None) -> Carried:
 
 
 def _followed(function: Callable[..., Any], packed: Mapping[str, str], settings: bytes | None) -> Followed:
-    return Followed(function, received(packed, settings))
+    return Followed(function, received(packed, settings), has_come=True)
 
 
 class _Arrival:

@@ -6,7 +6,10 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from spangrad.tracer import children
 from spangrad.tracer import conventions as c
 from spangrad.tracer.current import ENVIRONMENT
 from tests.tracer.recording import Recorded, calls, roots, spans_of_store
-from tests.tracer.stub_server import ModelServer
+from tests.tracer.stub_server import HubServer, ModelServer
 
 Finish = Callable[[], list[Recorded]]
 
@@ -403,3 +406,26 @@ def test_a_settings_object_that_can_not_be_pickled_starts_processes_as_ever(
         process.join()
         assert process.exitcode == 0
     spangrad.shutdown()
+
+
+def test_only_tasks_that_came_from_another_process_wait_for_the_hub(hub: HubServer) -> None:
+    hub.hold = threading.Event()
+    spangrad.init(store=hub.url)
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+
+    def child() -> None:
+        with spangrad.step("on its way to the hub, which hangs"):
+            pass
+        start = time.monotonic()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(abs, -1).result()
+        there.send(time.monotonic() - start)
+
+    with spangrad.rollout():
+        process = context.Process(target=child)
+        process.start()
+        took_s = here.recv()
+    hub.hold.set()
+    process.join()
+    assert took_s < 0.4  # such a task waits for 0.5 s
