@@ -7,8 +7,10 @@ is to be taken out is the rule's business, a function from a text to a text. Inv
   stay.
 * Text that a rule fails on is replaced by `FAILED`; it is never sent in clear.
 * A span that changed says where, in `spangrad.redacted`. Token ids and logprobs of such a call spell the text
-  out again, so they are dropped and named; so are ids beside which there is no text to look at.
-* Keys are taken out of exceptions and error messages also where no rule was given.
+  out again, so they are dropped and named; so are ids beside which there is no text to look at. That goes for
+  a prompt that was asked as ids, too.
+* Only what has its place in the form of a message is a name or an id: objects inside of parts are all text.
+* Keys are taken out of exceptions, error messages and types also where no rule was given.
 """
 
 import json
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 Rule = Callable[[str], str]
 
 FAILED: Final = "[redacted: the rule failed]"
+IDS: Final = "[redacted: token ids]"
 STATUS: Final = "status"
 """Name in `spangrad.redacted` of the status message."""
 _TOKEN_DATA = (c.PROMPT_TOKEN_IDS, c.SAMPLED_TOKEN_IDS, c.SAMPLED_LOGPROBS, c.POLICY_VERSIONS)
@@ -65,8 +68,10 @@ _STRUCTURE = frozenset(
     {"type", "role", "id", "finish_reason", "modality", "mime_type", "sha256", "file_id", "signature"}
 )
 """Keys of messages and parts whose values are not text."""
-_FREE = frozenset({"arguments", "response", "input"})
-"""Keys of parts below which everything is text."""
+_AS_IDS = ("prompt", "prompt_token_ids")
+"""Request fields that may hold the prompt as token ids."""
+_MESSAGE, _PART, _TEXT = range(3)
+"""How deep in the JSON of messages something is: below a part everything is text."""
 _EXCEPTIONS = ("exception.message", "exception.stacktrace")
 
 _KEY_WORDS = (
@@ -175,11 +180,16 @@ class _Redactor:
 
     def attributes(self, given: Mapping[str, AttributeValue]) -> dict[str, AttributeValue]:
         if self._rule is None:
-            return dict(given)
+            kept = dict(given)
+            if isinstance(kind := kept.get(c.ERROR_TYPE), str):  # `Rollout.fail` takes any text
+                kept[c.ERROR_TYPE] = self._text(c.ERROR_TYPE, kind, secrets)
+            return kept
         kept = {name: value if name in _KEPT else self._value(name, value) for name, value in given.items()}
         unseen = c.PROMPT_TOKEN_IDS in kept and c.INPUT_MESSAGES not in kept
         if unseen or self.places.intersection(_CONTENT):
             self._drop_tokens(kept, is_unseen=unseen)
+        if c.INPUT_MESSAGES not in kept or self.places.intersection(_CONTENT):
+            self._drop_asked_ids(kept)
         return kept
 
     def event(self, event: Event) -> Event:
@@ -215,33 +225,31 @@ class _Redactor:
             return self._text(name, value)
         known, self.places = self.places, set()
         try:
-            clean = self._walk(name, decoded, is_message=name in _CONTENT[:2])
+            clean = self._walk(name, decoded, _MESSAGE if name in _CONTENT[:2] else _TEXT)
         finally:
             changed, self.places = bool(self.places), known | self.places
         return json.dumps(clean, ensure_ascii=True, separators=(",", ":")) if changed else value
 
-    def _walk(self, name: str, value: Any, *, is_message: bool) -> Any:
+    def _walk(self, name: str, value: Any, depth: int) -> Any:
         if isinstance(value, str):
             return self._text(name, value)
         if isinstance(value, Mapping):
-            if not is_message:
-                return {
-                    self._text(name, key): self._walk(name, item, is_message=False)
-                    for key, item in value.items()
-                }
+            if depth == _TEXT:
+                return {self._text(name, key): self._walk(name, item, _TEXT) for key, item in value.items()}
             return {
                 key: item
                 if self._is_structure(key, value)
-                else self._walk(name, item, is_message=key not in _FREE)
+                else self._walk(name, item, _PART if (depth, key) == (_MESSAGE, "parts") else _TEXT)
                 for key, item in value.items()
             }
         if isinstance(value, list):
-            return [self._walk(name, item, is_message=is_message) for item in value]
+            return [self._walk(name, item, depth) for item in value]
         return value
 
     @staticmethod
     def _is_structure(key: str, owner: Mapping[str, Any]) -> bool:
-        return key in _STRUCTURE or (key == "name" and owner.get("type") == "tool_call")
+        named = key in _STRUCTURE or (key == "name" and owner.get("type") == "tool_call")
+        return named and not isinstance(owner[key], Mapping | list)
 
     def _text(self, name: str, text: str, rule: Rule | None = None) -> str:
         rule = rule or self._rule
@@ -270,6 +278,23 @@ class _Redactor:
         dropped |= dict.fromkeys(found, f"redacted: {why}")
         attributes[c.DROPPED] = json.dumps(dropped)
         self.places.update(found)
+
+    def _drop_asked_ids(self, attributes: dict[str, AttributeValue]) -> None:
+        extra = attributes.get(c.REQUEST_EXTRA)
+        if not isinstance(extra, str):
+            return
+        try:
+            asked = json.loads(extra)
+        except (ValueError, RecursionError):
+            return
+        found = [name for name in _AS_IDS if _has_numbers(asked.get(name))]
+        if found:
+            attributes[c.REQUEST_EXTRA] = json.dumps(asked | dict.fromkeys(found, IDS), separators=(",", ":"))
+            self.places.add(c.REQUEST_EXTRA)
+
+
+def _has_numbers(value: Any) -> bool:
+    return isinstance(value, int) or (isinstance(value, list) and any(map(_has_numbers, value)))
 
 
 _said = Periodically()

@@ -13,7 +13,7 @@ import spangrad
 from spangrad.adapters.model_call import Grade
 from spangrad.errors import ConfigError
 from spangrad.tracer import conventions as c
-from spangrad.tracer.redaction import FAILED, RULES, default, emails, rule_of, secrets
+from spangrad.tracer.redaction import FAILED, IDS, RULES, default, emails, rule_of, secrets
 from spangrad.tracer.runtime import active
 from tests.tracer.recording import Recorded, calls, roots, spans_of_store
 from tests.tracer.stub_server import ModelServer
@@ -137,6 +137,28 @@ def test_ids_beside_which_there_is_no_text_are_dropped() -> None:
     assert "no text to look at" in attributes[c.DROPPED][c.PROMPT_TOKEN_IDS]
 
 
+def test_a_prompt_of_ids_is_dropped_from_the_request_too() -> None:
+    reply = {"choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}
+    alone = redacted({"model": "policy", "prompt": [1, 2]}, reply, route="completions")
+    assert alone[c.REQUEST_EXTRA] == {"prompt": IDS}
+    beside_text = redacted(ASK | {"prompt_token_ids": [1, 2]}, REPLY)
+    assert beside_text[c.REQUEST_EXTRA]["prompt_token_ids"] == IDS
+    nothing_found = redacted(HI | {"prompt_token_ids": [1, 2]}, completion())
+    assert nothing_found[c.REQUEST_EXTRA] == {"prompt_token_ids": [1, 2]}
+
+
+def test_objects_inside_of_a_part_are_all_text() -> None:
+    found = {"type": "Oslo", "id": "Oslo", "role": "mayor of Oslo", "signature": "Oslo"}
+    search = {"type": "file_search_call", "id": "fs-1", "results": [found]}
+    request = {"model": "policy", "input": [search]}
+    reply = {"status": "completed", "output": [search]}
+    attributes = redacted(request, reply, route="responses")
+    for name in (c.INPUT_MESSAGES, c.OUTPUT_MESSAGES):
+        (part,) = attributes[name][0]["parts"]
+        assert (part["type"], part["id"]) == ("file_search_call", "fs-1")
+        assert "Oslo" not in json.dumps(part)
+
+
 def test_a_redacted_call_trains_nothing_and_says_why() -> None:
     call = model_call(ASK, REPLY, rule=hide)
     assert call.grade is Grade.UNUSABLE
@@ -167,6 +189,16 @@ def test_a_key_that_a_server_repeats_in_its_error_is_blanked_without_any_rule() 
     assert span.status.description is not None
     assert KEY not in span.status.description
     assert "[redacted: api key]" in span.status.description
+
+
+def test_a_key_in_the_reason_of_a_failure_is_blanked_without_any_rule(tmp_path: Path) -> None:
+    spangrad.init(store=tmp_path / "store.duckdb")
+    with spangrad.rollout() as rollout:
+        rollout.fail(f"refused with {KEY}")
+    spangrad.shutdown()
+    (root,) = roots(spans_of_store(tmp_path / "store.duckdb"))
+    assert KEY not in json.dumps([root.attributes, root.message])
+    assert root[c.ERROR_TYPE] == "refused with [redacted: api key]"
 
 
 def test_arguments_and_results_of_tool_spans_go_through_the_rule(tmp_path: Path) -> None:
