@@ -81,15 +81,16 @@ _KEY_WORDS = (
 _NAMED = rf"(?<![A-Za-z0-9])(?P<name>{_KEY_WORDS}\\?[\"']?\s*[:=]\s*"
 """Begin of a `name=value` pair whose value is a secret: what is in quotes, or has a digit in it."""
 _PEM = "[A-Z ]*PRIVATE KEY-----"
+# Every pattern looks ahead a bounded way only: text comes from anywhere, and a search holds the interpreter.
 _SECRETS = (
     ("private key", re.compile(rf"-----BEGIN {_PEM}.*?(?:-----END {_PEM}|\Z)", re.S)),
-    ("api key", re.compile(r"\b(?:sk|pk|rk)[-_](?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{16,}")),
+    ("api key", re.compile(r"\b(?:sk|pk|rk)[-_](?=[A-Za-z_-]{0,80}[0-9])[A-Za-z0-9_-]{16,}")),
     ("api key", re.compile(r"\b(?:gsk_|hf_|r8_|npm_|xai-|nvapi-|pplx-|glpat-|pypi-)[A-Za-z0-9_-]{16,}")),
     ("api key", re.compile(r"\b(?:gh[pousr]_|github_pat_)[A-Za-z0-9_]{20,}")),
     ("api key", re.compile(r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}")),
     ("api key", re.compile(r"\bAIza[A-Za-z0-9_-]{30,}")),
     ("api key", re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")),
-    ("token", re.compile(r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*")),
+    ("token", re.compile(r"\beyJ[A-Za-z0-9_-]{8,2000}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*")),
     ("token", re.compile(r"(?i)(?<=\bbearer )[A-Za-z0-9._~+/=-]{12,}")),
     ("password", re.compile(r"(?<=://)[^\s/:@\"']{1,200}:[^\s/@\"']{1,200}(?=@)")),
     ("secret", re.compile(rf"(?i){_NAMED}\\?[\"'])[^\"'\\]{{8,}}")),
