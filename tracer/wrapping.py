@@ -5,10 +5,12 @@ Knows sync, async and generator functions; does not know what is put around. Inv
 * Between two items of a generator nothing is around its consumer.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, Protocol, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -35,11 +37,14 @@ NO_RESULT: Any = object()
 
 def wrap(function: F, begin: Begin) -> F:
     """The function, with something around every run of it."""
-    if inspect.isasyncgenfunction(function):
+    code = function
+    if not inspect.isroutine(function) and not isinstance(function, functools.partial):
+        code = getattr(type(function), "__call__", function)  # of an object that can be called  # noqa: B004
+    if inspect.isasyncgenfunction(code):
         wrapper: Any = _async_generator(function, begin)
-    elif inspect.isgeneratorfunction(function):
+    elif inspect.isgeneratorfunction(code):
         wrapper = _generator(function, begin)
-    elif inspect.iscoroutinefunction(function):
+    elif inspect.iscoroutinefunction(code):
         wrapper = _coroutine(function, begin)
     else:
         wrapper = _plain(function, begin)
@@ -50,7 +55,10 @@ def arguments_of(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Arguments by name, without the object that a method is of."""
-    names = _parameters(function)
+    try:
+        names = _parameters(function)
+    except (TypeError, ValueError):  # a builtin without a signature: they have no names
+        names = ()
     given = dict(zip(names, args, strict=False)) | kwargs
     if len(args) > len(names):
         given["*"] = args[len(names) :]
@@ -59,11 +67,19 @@ def arguments_of(
     return given
 
 
-@functools.lru_cache(maxsize=1024)
+_known: "WeakKeyDictionary[Any, tuple[str, ...]]" = WeakKeyDictionary()
+"""Names of parameters; functions and what they hold on to live no longer because of it."""
+
+
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    with contextlib.suppress(TypeError, KeyError):  # it can't be hashed or referred to, or is new
+        return _known[function]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
-    return tuple(one.name for one in parameters if one.kind in positional)
+    names = tuple(one.name for one in parameters if one.kind in positional)
+    with contextlib.suppress(TypeError):
+        _known[function] = names
+    return names
 
 
 def _plain(function: Callable[..., Any], begin: Begin) -> Any:

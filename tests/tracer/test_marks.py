@@ -2,8 +2,10 @@
 
 import asyncio
 import contextvars
+import gc
 import logging
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -368,3 +370,25 @@ def test_what_can_not_be_marked_is_returned_as_it_is(recorded: Finish) -> None:
     given = {"a": 1}
     assert spangrad.tool(given) is given  # type: ignore[call-overload]
     assert recorded() == []
+
+
+def test_tools_of_every_kind_of_callable_end_and_live_no_longer_than_without_us(recorded: Finish) -> None:
+    class Unhashable:
+        def __call__(self, word: str) -> str:
+            return word
+
+        __hash__ = None  # type: ignore[assignment]
+
+    def local(word: str) -> str:
+        return word
+
+    assert spangrad.tool(Unhashable())("a") == "a"
+    assert spangrad.tool(min)(3, 2) == 2
+    assert spangrad.tool(local)("b") == "b"
+    gone = weakref.ref(local)
+    del local
+    gc.collect()
+    assert gone() is None
+    spans = [span for span in recorded() if span.get(c.SPAN_ROLE) == "tool"]
+    assert [span.json(c.TOOL_ARGUMENTS) for span in spans] == [{"word": "a"}, {"*": [3, 2]}, {"word": "b"}]
+    assert all(c.DROPPED not in span.attributes for span in spans)  # none was "still open"

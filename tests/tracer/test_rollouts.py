@@ -57,6 +57,21 @@ def test_a_decorated_function_is_one_rollout_per_call(model: ModelServer, record
     assert (last[c.TASK_ID], last[c.ATTEMPT], last_call[c.ATTEMPT]) == ("t-1", 3, 3)
 
 
+def test_an_object_that_is_called_as_a_coroutine_is_a_rollout_until_that_ends(
+    model: ModelServer, recorded: Finish
+) -> None:
+    class Agent:
+        async def __call__(self) -> str:
+            await asyncio.sleep(0)
+            return ask(model)
+
+    assert asyncio.run(spangrad.rollout(Agent())()) == "You said Hello."
+    spans = recorded()
+    (root,) = roots(spans)
+    (call,) = calls(spans)
+    assert call.get(c.ROLLOUT_ID) == root[c.ROLLOUT_ID]
+
+
 def test_blocks_are_rollouts_and_give_their_handle(recorded: Finish) -> None:
     async def run() -> None:
         async with spangrad.rollout(rollout_id="r-2") as handle:
