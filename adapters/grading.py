@@ -18,7 +18,9 @@ MISSING_LOGPROB: Final = -9999.0
 """What vLLM reports for a token that has no logprob."""
 FAILED_FINISHES: Final = frozenset(
     {"error", "abort", "cancelled", "content_filter", "failed", "incomplete", "queued", "in_progress"}
-)
+    | {"insufficient_system_resource"}  # DeepSeek
+    | {"safety", "recitation", "blocklist", "prohibited_content", "spii", "malformed_function_call", "other"}
+)  # Gemini
 """Finish reasons of replies that are not what the policy sampled. `length` is not among them: a
 reply cut by its token limit was still sampled exactly."""
 LEFT_EARLY: Final = "stream was left early"
@@ -77,7 +79,7 @@ def _unusable(reading: Reading) -> Iterator[str]:
     for index, choice in enumerate(reading.choices):
         if choice.finish_reason is None and reading.is_stream_complete is not False:
             yield (LEFT_EARLY if reading.is_streamed else "no finish reason") + f": choice {index}"
-        elif choice.finish_reason in FAILED_FINISHES:
+        elif choice.finish_reason is not None and choice.finish_reason.lower() in FAILED_FINISHES:
             yield f"reply was not finished: choice {index} ended with {choice.finish_reason!r}"
         if choice.sampled_token_ids is not None and not choice.sampled_token_ids:
             yield f"no token was sampled: choice {index}"

@@ -86,6 +86,8 @@ def test_missing_logprobs_are_not_zero():
         ),
         ({c.RESPONSE_FINISH_REASONS: ["abort"]}, "ended with 'abort'"),
         ({c.RESPONSE_FINISH_REASONS: ["content_filter"]}, "ended with 'content_filter'"),
+        ({c.RESPONSE_FINISH_REASONS: ["RECITATION"]}, "ended with 'RECITATION'"),
+        ({c.RESPONSE_FINISH_REASONS: ["insufficient_system_resource"]}, "reply was not finished"),
         ({c.ERROR_TYPE: "500"}, "error: 500"),
         ({c.INPUT_MESSAGES: '[{"role": "us'}, "invalid JSON: gen_ai.input.messages"),
         ({c.OUTPUT_MESSAGES: '[{"role": 1}]'}, "unreadable: gen_ai.output.messages"),

@@ -12,13 +12,18 @@ _MARKS = {
     "helicone-cache": "hit",
     "x-portkey-cache-status": "hit",
 }
-"""Header of a reply that a cache served -> how its value begins, in lower case."""
+"""Header of a reply that a cache served -> how its value begins, in lower case.
+
+Several caches in a row tell one after the other: `MISS, HIT`.
+"""
 
 
 def is_served_by_cache(headers: Iterable[tuple[str, str]]) -> bool:
     """Whether a response's headers say that nothing was sampled for it."""
     for name, value in headers:
         begin = _MARKS.get(name.lower())
-        if begin is not None and value and value.lower().startswith(begin):
+        if begin is None or not value:
+            continue
+        if any(told.strip().startswith(begin) for told in value.lower().split(",")):
             return True
     return False

@@ -23,21 +23,20 @@ def token_attributes(
     request: Mapping[str, Any],
     dropped: dict[str, str],
 ) -> dict[str, Any]:
-    """Packed ids and logprobs of a response to one prompt; `choices` are in order."""
+    """Packed ids and logprobs of a response to one prompt; `choices` are in the order of their messages."""
     attributes: dict[str, Any] = {}
     prompt = response.get("prompt_token_ids") or choices[0].get("prompt_token_ids")
     if prompt:
         _pack(attributes, c.PROMPT_TOKEN_IDS, prompt, dropped)
     ids = [_ids(choice) for choice in choices]
     problem = _count_problem(response, choices, ids)
-    for choice, found in zip(choices, ids, strict=True):
-        index = choice.get("index") or 0
+    for index, (choice, found) in enumerate(zip(choices, ids, strict=True)):
         name = c.choice_key(c.SAMPLED_TOKEN_IDS, index)
         if found and problem is not None:
             dropped[name] = problem
         elif found:
             _pack(attributes, name, found, dropped)
-        _add_logprobs(attributes, choice, attributes.get(name), request, dropped)
+        _add_logprobs(attributes, index, choice, attributes.get(name), request, dropped)
     return attributes
 
 
@@ -52,6 +51,7 @@ def logprobs_of(block: Any) -> list[Any]:
 
 def _add_logprobs(
     attributes: dict[str, Any],
+    index: int,
     choice: Mapping[str, Any],
     packed_ids: bytes | None,
     request: Mapping[str, Any],
@@ -60,7 +60,7 @@ def _add_logprobs(
     values = logprobs_of(choice.get("logprobs"))
     if not values:
         return
-    name = c.choice_key(c.SAMPLED_LOGPROBS, choice.get("index") or 0)
+    name = c.choice_key(c.SAMPLED_LOGPROBS, index)
     count = None if packed_ids is None else len(packed_ids) // 4
     if request.get("use_beam_search"):
         dropped[name] = "beam search does not sample"

@@ -57,6 +57,7 @@ def test_an_embedding_that_failed_is_an_error() -> None:
     [
         {"x-litellm-cache-key": "9f86"},
         {"X-Cache": "HIT from edge"},
+        {"X-Cache": "MISS, HIT"},
         {"helicone-cache": "Hit"},
         {"cf-aig-cache-status": "HIT"},
     ],

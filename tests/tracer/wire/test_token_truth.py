@@ -24,6 +24,16 @@ def test_logprobs_of_the_sampled_tokens_are_kept_and_those_of_others_not() -> No
     assert c.DROPPED not in attributes
 
 
+def test_ids_of_choices_that_a_server_does_not_number_stay_with_their_text() -> None:
+    choices = [choice(text, token_ids=[number]) for number, text in enumerate(("zero", "one"))]
+    for unnumbered in choices:
+        del unnumbered["index"]
+    attributes = recorded(HI | {"n": 2}, completion(*choices))
+    assert [message["parts"][0]["content"] for message in attributes[c.OUTPUT_MESSAGES]] == ["zero", "one"]
+    ids = [attributes[c.choice_key(c.SAMPLED_TOKEN_IDS, number)] for number in range(2)]
+    assert [c.unpack_ints(packed) for packed in ids] == [[0], [1]]
+
+
 @pytest.mark.parametrize("hole", [None, -9999.0])
 def test_a_token_without_a_logprob_is_a_hole(hole: float | None) -> None:
     attributes = recorded(HI, completion(choice(token_ids=[4, 5], logprobs=content(-0.5, hole))))
