@@ -48,6 +48,7 @@ def test_conversations_that_mix_and_branch_read_as_json_does() -> None:
         b'{"metadata": {"messages": [1, 2]}, "messages": []}',
         b'{"metadata": {"messages": [1, 2]}}',
         b'{"messages": [1], "messages": [2, 3]}',
+        b'{"messages": [1], "messages": []}',
         b'{"messages": [1, [2], "3", null, {"a": {}}]}',
         b'{"messages": "none"}',
         b'{"prompt": "\\"messages\\": [1]"}',
@@ -64,7 +65,15 @@ def test_odd_requests_read_as_json_does(body: bytes) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b'{"messages": [1', b'{"messages": [1 2]}', b'{"messages": [1]', b'{"messages": [1]}}'],
+    [
+        b"",
+        b"{",
+        b'{"messages": [1',
+        b'{"messages": [1 2]}',
+        b'{"messages": [1]',
+        b'{"messages": [1]}}',
+        b'{"messages": [1\xc2\xa0]}',
+    ],
 )
 def test_broken_requests_fail_as_json_does(body: bytes) -> None:
     reader = Reader()

@@ -22,8 +22,11 @@ T = TypeVar("T")
 MAX_CONVERSATIONS = 16
 MAX_CHARS = 16 * 2**20
 """Of all conversations together; a longer request is not remembered."""
-_ARRAY = re.compile(r'"messages"\s*:\s*\[\s*')
-_NEXT = re.compile(r"\s*(?:(,)\s*|\])")
+# JSON's white space, which is less than `\s`.
+_ARRAY = re.compile(r'"messages"[ \t\n\r]*:[ \t\n\r]*\[[ \t\n\r]*')
+_NEXT = re.compile(r"[ \t\n\r]*(?:(,)[ \t\n\r]*|\])")
+_IN_PLACE = 0
+"""Stands for the messages in the text around them: an empty array may be another `messages`, which counts."""
 _decode = json.JSONDecoder().raw_decode
 
 
@@ -97,14 +100,14 @@ class Reader:
             messages = known.messages[:count] if known is not None else []
             ends = known.ends[:count] if known is not None else []
             closed = _add_messages(text, start, messages, ends)
-            around = text[:start] + text[closed - 1 :]
+            around = f"{text[:start]}{_IN_PLACE}{text[closed - 1 :]}"
             if known is not None and around == known.around:
                 fields = known.fields
             else:
                 fields = {key: _repeated(value) for key, value in json.loads(around).items()}
         except (ValueError, RecursionError):
             return None
-        if fields.get("messages") != [] or not ends:
+        if fields.get("messages") != [_IN_PLACE] or not ends:
             return None
         new = _Conversation(text, start, ends, messages, around, fields)
         self._remember(new, known if known is not None and count == len(known.ends) else None)
