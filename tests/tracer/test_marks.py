@@ -172,6 +172,27 @@ def test_what_a_tool_gets_and_gives_is_cut_and_never_touched(recorded: Finish) -
     assert second.json(c.TOOL_ARGUMENTS)["second"] == "\udc80"
 
 
+def test_lazy_arguments_of_a_tool_stay_lazy(recorded: Finish) -> None:
+    made: list[str] = []
+
+    class Lazy:
+        @property  # type: ignore[misc]
+        def __class__(self) -> Any:
+            made.append("object")
+            return str
+
+    class Rows(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            made.append("rows")
+            return super().__iter__()
+
+    spangrad.tool(lambda user, rows: None)(Lazy(), Rows([1, 2]))
+    (span,) = recorded()
+    arguments = span.json(c.TOOL_ARGUMENTS)
+    assert (arguments["user"].endswith("Lazy>"), arguments["rows"]) == (True, [1, 2])
+    assert made == []
+
+
 def test_a_state_holds_until_the_next_one_or_the_end_of_its_step(
     model: ModelServer, recorded: Finish
 ) -> None:

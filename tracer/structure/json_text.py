@@ -21,6 +21,7 @@ from typing import Any
 MAX_CHARS = 65_536
 _MAX_DEPTH = 24
 _CUT = "...[cut]"
+_ARRAYS: tuple[Any, ...] = (list, tuple, set, frozenset)
 _BY_TEXT = (datetime.date, datetime.time, datetime.timedelta, uuid.UUID, pathlib.PurePath, Decimal, complex)
 
 
@@ -52,29 +53,32 @@ def _plain(value: Any, budget: _Budget, depth: int) -> Any:
     budget.left -= 4
     if value is None or value is True or value is False:
         return value
-    if isinstance(value, enum.Enum):
+    kind = type(value)  # not `isinstance`, which asks a lazy object for its `__class__`, and so makes it
+    if issubclass(kind, enum.Enum):
         value = value.value
-    if isinstance(value, str):
+        kind = type(value)
+    if issubclass(kind, str):
         return _text(value, budget)
-    if isinstance(value, int):
+    if issubclass(kind, int):
         return int(value) if -(2**63) <= value < 2**63 else _text(f"{value:#x}"[:1000], budget)
-    if isinstance(value, float):
+    if issubclass(kind, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if depth > _MAX_DEPTH:
         budget.is_cut = True
         return _CUT
-    if isinstance(value, dict):
+    if issubclass(kind, dict):
         return _object(dict.items(value), budget, depth)
-    if isinstance(value, list | tuple | set | frozenset):
-        return _array(value, budget, depth)
-    if isinstance(value, bytes | bytearray | memoryview):
+    for known in _ARRAYS:
+        if issubclass(kind, known):
+            return _array(known.__iter__(value), budget, depth)
+    if issubclass(kind, bytes | bytearray | memoryview):
         return f"<{len(value)} bytes>"
-    if isinstance(value, _BY_TEXT):
+    if issubclass(kind, _BY_TEXT):
         return _text(str(value), budget)
-    if isinstance(value, numbers.Integral):  # numpy's
+    if issubclass(kind, numbers.Integral):  # numpy's
         return int(value)
-    if isinstance(value, BaseException):
-        return {type(value).__qualname__: _array(value.args, budget, depth)}
+    if issubclass(kind, BaseException):
+        return {kind.__qualname__: _array(value.args, budget, depth)}
     if (fields := _fields(value)) is not None:
         return _object(fields.items(), budget, depth)
     return _named(value)
