@@ -155,7 +155,8 @@ def current_rollout() -> Rollout | None:
     rollout = enclosing_rollout()
     if rollout is not None:
         return rollout
-    if _open and threading.current_thread() is not threading.main_thread():
+    # Not `current_thread`: that makes an object for a thread that Python did not start, and lists it.
+    if _open and threading.get_ident() != threading.main_thread().ident:
         candidates = list(_open)
         if len(candidates) == 1 and not candidates[0].is_shared:
             return candidates[0]

@@ -104,36 +104,50 @@ def _log_failure() -> None:
 def _thread_start(original: Callable[..., Any]) -> Callable[..., Any]:
     def start(self: threading.Thread) -> Any:
         taken = _capture()
-        if taken is None or self.ident is not None or self.name.startswith(OWN_THREADS):
+        if taken is None:
             return original(self)
-        _run_within(self, taken)
+        put_back = _run_within(self, taken)
         try:
             return original(self)
         except BaseException:
-            vars(self).pop("run", None)
+            put_back()
             raise
 
     return start
 
 
-def _run_within(thread: threading.Thread, taken: Carried) -> None:
-    """Make `thread.run` set the variables first. The wrapper is gone when the thread's own `run` begins."""
+def _run_within(thread: threading.Thread, taken: Carried) -> Callable[[], None]:
+    """Make `thread.run` set the variables first. The wrapper is gone when the thread's own `run` begins.
+
+    Returns what takes it away if the thread does not start.
+    """
     try:
+        if thread.ident is not None or thread.name.startswith(OWN_THREADS):
+            return _nothing
         attributes = vars(thread)
         before = attributes.get("run")
         run_as_it_is = thread.run
 
-        def run() -> None:
+        def put_back() -> None:
             if before is None:
                 attributes.pop("run", None)
             else:
                 attributes["run"] = before
+
+        def run() -> None:
+            put_back()
             taken.set()
             run_as_it_is()
 
         attributes["run"] = run
-    except Exception:  # the boundary: a thread of any class must start
+        return put_back
+    except Exception:  # the boundary: a thread of any class must start, or fail as ever
         _log_failure()
+        return _nothing
+
+
+def _nothing() -> None:
+    """Nothing was changed."""
 
 
 def _submit(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -108,6 +108,37 @@ def test_a_thread_that_can_not_start_leaves_no_trace(
     assert "run" not in vars(thread)
 
 
+def test_a_thread_that_can_not_start_keeps_its_own_run_and_its_error(
+    recorded: Finish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unmade(threading.Thread):
+        def __init__(self) -> None:
+            pass
+
+    with spangrad.rollout():
+        with pytest.raises(RuntimeError, match="not called"):
+            Unmade().start()
+        ran = threading.Event()
+        thread: Any = threading.Thread()
+        thread.run = ran.set
+        with monkeypatch.context() as patch:
+            for name in ("_start_new_thread", "_start_joinable_thread"):
+                patch.setattr(threading, name, lambda *_, **__: 1 / 0, raising=False)
+            with pytest.raises(ZeroDivisionError):
+                thread.start()
+        thread.start()
+        thread.join()
+    assert ran.is_set()
+
+
+def test_to_ask_which_rollout_it_is_lists_no_thread(recorded: Finish) -> None:
+    with spangrad.rollout(rollout_id="open"):
+        found, is_listed = in_raw_thread(
+            lambda: (here(), _thread.get_ident() in [thread.ident for thread in threading.enumerate()])
+        )
+    assert (found, is_listed) == ("open", False)
+
+
 def test_a_pools_task_belongs_to_the_rollout_that_submitted_it(recorded: Finish) -> None:
     with ThreadPoolExecutor(1) as pool, spangrad.rollout(rollout_id="first"):
         assert pool.submit(here).result() == "first"  # makes the worker
