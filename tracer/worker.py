@@ -135,13 +135,13 @@ class Worker(Generic[T]):
 
     def _run(self) -> None:
         items = self._queue
-        self.exporter.drain()
+        self._drain()
         is_last = False
         while not is_last:
             try:
                 entry = items.get(timeout=_IDLE_S)
             except queue.Empty:
-                self.exporter.drain()
+                self._drain()
                 continue
             if entry is not None and not isinstance(entry, threading.Event):
                 self._linger()
@@ -165,6 +165,13 @@ class Worker(Generic[T]):
                 self._wait_again()
             for done in waiting:
                 done.set()
+
+    def _drain(self) -> None:
+        try:
+            self.exporter.drain()
+        except Exception:  # the boundary: what waits on disk must not end the thread
+            if self._said.due():
+                logger.warning("what waits on disk could not be sent", exc_info=True)
 
     def _wait_again(self) -> None:
         """Forget that somebody was in a hurry."""

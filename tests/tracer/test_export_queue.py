@@ -69,6 +69,18 @@ def test_one_item_that_breaks_costs_only_itself(tmp_path: Path) -> None:
     assert [span.name for span in spans_of_store(tmp_path / "s")] == ["span 0", "span 2"]
 
 
+def test_what_can_not_be_sent_from_disk_does_not_end_the_thread(tmp_path: Path) -> None:
+    class Torn(SpoolExporter):
+        def drain(self, *, at_once: bool = False) -> int:
+            raise RuntimeError("torn")
+
+    worker = Worker(Torn(tmp_path / "s"), span_of)
+    worker.start()
+    worker.put(ended(0))
+    assert worker.close(30)
+    assert len(spans_of_store(tmp_path / "s")) == 1
+
+
 def test_it_exports_without_being_asked(tmp_path: Path) -> None:
     worker = Worker(SpoolExporter(tmp_path / "s"), span_of)
     worker.put(ended(0))
