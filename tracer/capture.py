@@ -5,7 +5,8 @@ ids survive them all. Patched, when (and only if) these modules are imported: th
 Knows httpx; what the bytes mean is `calls.py`'s business.
 
 Invariants:
-* The client gets its own response object, the same bytes in the same pieces, and its own exceptions.
+* The client gets its own response object, the same bytes in the same pieces, and its own exceptions. Its
+  request is as it was once it is sent: whoever sends these headers on tells nobody of rollouts.
 * Nothing of ours raises into the client; a failure in here is logged at most every 30 s.
 * The calling thread only takes references: no JSON is decoded, nothing is copied or sent.
 * A call ends once: when its body was read to the end, closed, cancelled, failed, dropped unread, or
@@ -29,7 +30,7 @@ from spangrad.tracer.calls import MAX_RESPONSE_BYTES, ROUTES, RawCall
 from spangrad.tracer.current import current_rollout, rollout_attributes
 from spangrad.tracer.exporter import Periodically
 from spangrad.tracer.hooks import when_imported
-from spangrad.tracer.hops import remember, take_back, tell
+from spangrad.tracer.hops import take_back, tell
 from spangrad.tracer.propagation import header_value, traceparent
 from spangrad.tracer.runtime import Runtime, active
 from spangrad.tracer.structure.place import place_of_call
@@ -172,12 +173,12 @@ def _route(target: bytes) -> str | None:
 
 
 def _fail(call: "_Call", request: Any, error: BaseException) -> None:
-    _unmark(request)
+    call.put_back(request)
     call.end(error)
 
 
 def _watch(call: "_Call", request: Any, response: Any, tee: type) -> Any:
-    _unmark(request)
+    call.put_back(request)
     try:
         raw = call.raw
         raw.status_code = response.status_code
@@ -197,10 +198,6 @@ def _by_name(headers: Any) -> dict[bytes, bytes]:
     return {name.lower(): value for name, value in headers.raw}
 
 
-def _unmark(request: Any) -> None:
-    vars(request).pop(_MARK, None)
-
-
 def _log_failure() -> None:
     if _said.due():
         logger.warning("a model call could not be recorded", exc_info=True)
@@ -209,10 +206,12 @@ def _log_failure() -> None:
 class _Call:
     """A call in progress."""
 
-    __slots__ = ("_runtime", "raw")
+    __slots__ = ("_headers", "_runtime", "raw")
 
     def __init__(self, runtime: Runtime, request: Any, route: str) -> None:
         self._runtime = runtime
+        self._headers: Any = None
+        """The request's own, if it is sent with others."""
         rollout = current_rollout()
         parent, place = place_of_call(rollout)
         sent = _by_name(request.headers)
@@ -236,12 +235,18 @@ class _Call:
             attributes=attributes,
         )
         if runtime.destinations.allow(host):
-            added = self._told(sent, attributes)
-            for name, value in added.items():
-                request.headers[name] = value
-            remember(request, added)
+            headers = request.headers.copy()
+            for name, value in self._told(sent, attributes).items():
+                headers[name] = value
+            self._headers, request.headers = request.headers, headers
         setattr(request, _MARK, True)
         _open_calls.add(self)
+
+    def put_back(self, request: Any) -> None:
+        """It was sent."""
+        vars(request).pop(_MARK, None)
+        if self._headers is not None:
+            request.headers = self._headers
 
     def add(self, part: bytes) -> None:
         raw = self.raw

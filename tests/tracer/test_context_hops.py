@@ -90,6 +90,17 @@ def test_headers_that_a_request_has_are_left_as_they_are(recorded: Finish, echo:
         assert (got[c.HEADER_ROLLOUT], c.HEADER_ATTEMPT in got) == ("theirs", False)
 
 
+def test_a_call_that_was_sent_is_the_request_that_the_agent_made(
+    recorded: Finish, model: ModelServer
+) -> None:
+    with spangrad.rollout():
+        body = {"model": "policy", "messages": [{"role": "user", "content": "Hello"}]}
+        sent = httpx.post(f"{model.url}/chat/completions", json=body).request
+    assert not [name for name in sent.headers if name.startswith(("x-spangrad", "traceparent"))]
+    (call,) = calls(recorded())
+    assert model.seen[-1].headers["traceparent"].split("-")[2] == call.span_id
+
+
 def test_hosts_that_may_not_be_told_are_not(recorded: Finish, echo: str) -> None:
     def got(url: str) -> dict[str, str]:
         return ours(client.get(url).json())
