@@ -44,7 +44,7 @@ def feedback(
         ConfigError: Not exactly one of `rollout_id` and `trace_id` is given.
         PermissionDeniedError: The key is the agent's, or none.
         HubUnreachableError: No hub answers.
-        StoreError: There is no such rollout, or the value is no finite number.
+        StoreError: There is no such rollout or no such call in it, or the value is no finite number.
     """
     if (rollout_id is None) == (trace_id is None):
         raise ConfigError(
@@ -60,6 +60,8 @@ def feedback(
                 raise StoreError(
                     f"there is no rollout {rollout!r} in {target!r}; `spangrad rollouts` lists them"
                 )
+            if call_id is not None:
+                _check_call(opened, rollout, call_id)
             reward = Reward(rollout, value, name=name, call_id=call_id, explanation=explanation)
             opened.put_rewards([reward])
     except PermissionDeniedError as error:
@@ -69,9 +71,19 @@ def feedback(
         ) from error
 
 
+def _check_call(store: Store, rollout_id: str, call_id: str) -> None:
+    trace_id, _, span_id = call_id.partition("-")
+    rows = store.query("SELECT rollout_id FROM spans WHERE trace_id = ? AND span_id = ?", [trace_id, span_id])
+    if not any(row["rollout_id"] in (None, rollout_id) for row in rows):  # it may have it from a span above
+        raise StoreError(
+            f"there is no call {call_id!r} in rollout {rollout_id!r}; `spangrad calls --rollout` lists them"
+        )
+
+
 def _rollout_of_trace(store: Store, trace_id: str | None) -> str:
     rows = store.query(
-        "SELECT DISTINCT rollout_id FROM spans WHERE trace_id = ? AND rollout_id IS NOT NULL", [trace_id]
+        "SELECT DISTINCT rollout_id FROM spans WHERE trace_id = ? AND rollout_id IS NOT NULL",
+        [(trace_id or "").lower()],
     )
     found = sorted(str(row["rollout_id"]) for row in rows)
     if len(found) != 1:

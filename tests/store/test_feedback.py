@@ -48,7 +48,8 @@ def test_feedback_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("SPANGRAD_STORE", raising=False)
     path, trace = tmp_path / "s.duckdb", new_trace()
     with FileStore(path) as store:
-        store.put_otlp(request([span(trace, rollout="r-1"), span(trace, rollout="r-2"), span(new_trace())]))
+        first, second = span(trace, rollout="r-1"), span(trace, rollout="r-2")
+        store.put_otlp(request([first, second, span(new_trace())]))
     with pytest.raises(ConfigError, match="rollout_id None and trace_id None; give one"):
         spangrad.feedback(1, store=path)
     with pytest.raises(ConfigError, match="rollout_id 'r-1' and trace_id 'x'; give one"):
@@ -59,6 +60,10 @@ def test_feedback_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyP
         spangrad.feedback(1, trace_id=trace, store=path)
     with pytest.raises(StoreError, match=r"belongs to 0 rollouts \[\]"):
         spangrad.feedback(1, trace_id="f" * 32, store=path)
+    with pytest.raises(StoreError, match=r"there is no call 'x-y' in rollout 'r-1'; `spangrad calls"):
+        spangrad.feedback(1, rollout_id="r-1", call_id="x-y", store=path)
+    with pytest.raises(StoreError, match="there is no call"):
+        spangrad.feedback(1, rollout_id="r-1", call_id=f"{trace}-{second.span_id}", store=path)
     with pytest.raises(StoreError, match="a reward is a finite number"):
         spangrad.feedback(float("nan"), rollout_id="r-1", store=path)
     with pytest.raises(StoreError, match="there is no store at"):
@@ -74,13 +79,16 @@ def test_feedback_to_a_hub_needs_a_key_that_may_reward(
     keys.save(tmp_path / "keys.json")
     with HubProcess(tmp_path / "s.duckdb", keys=tmp_path / "keys.json") as hub:
         with HubClient(hub.url, keys.agent) as agent:
-            agent.put_otlp(request([span(new_trace(), rollout="r-1")]))
+            trace = new_trace()
+            call = span(trace, rollout="r-1")
+            agent.put_otlp(request([call]))
         for key, whose in ((keys.agent, "this is the agent key"), (None, "this hub needs a key")):
             with pytest.raises(PermissionDeniedError, match=f"evaluator or trainer key.*{whose}"):
                 spangrad.feedback(1, rollout_id="r-1", store=hub.url, key=key)
         monkeypatch.setenv("SPANGRAD_KEY", keys.evaluator)
         spangrad.feedback(1, rollout_id="r-1", store=hub.url)
+        spangrad.feedback(2, trace_id=trace.upper(), call_id=f"{trace}-{call.span_id}", store=hub.url)
         spangrad.feedback(0, rollout_id="r-1", store=hub.url, key=keys.trainer)
         with HubClient(hub.url, keys.evaluator) as evaluator:
             given = [(reward.value, str(reward.author)) for reward in evaluator.rewards(["r-1"])]
-    assert given == [(1.0, "evaluator"), (0.0, "operator")]
+    assert given == [(1.0, "evaluator"), (2.0, "evaluator"), (0.0, "operator")]
