@@ -39,7 +39,9 @@ from spangrad.tracer.wire.responses import assemble_responses, responses_request
 from spangrad.tracer.wire.streams import Assembled, assemble_chat
 
 MAX_RESPONSE_BYTES = 64 * 2**20
-"""A longer response is passed on as ever, but not kept."""
+"""A longer response, compressed or not, is passed on as ever, but not kept."""
+_PIECE_BYTES = 16 * 2**10
+"""Compressed bytes that are decoded at once: they may stand for a thousand times as many."""
 MAX_SPAN_BYTES = 32 * 2**20
 """Half of what a hub takes in one request."""
 _MESSAGE_CHARS = 500
@@ -289,18 +291,33 @@ def _body(call: RawCall, dropped: dict[str, str]) -> bytes:
 
 def _decompress(encoding: str, body: bytes) -> bytes:
     """As much of `body` as is there: an abandoned stream ends in the middle."""
+    decoded = _decoder(encoding, body)
+    parts: list[bytes] = []
+    size = 0
+    for start in range(0, len(body), _PIECE_BYTES):
+        parts.append(decoded(body[start : start + _PIECE_BYTES]))
+        size += len(parts[-1])
+        if size > MAX_RESPONSE_BYTES:
+            raise ValueError(f"longer than {MAX_RESPONSE_BYTES} bytes")
+    return b"".join(parts)
+
+
+def _decoder(encoding: str, body: bytes) -> Callable[[bytes], bytes]:
+    """What decodes one piece after the other."""
     if encoding in ("gzip", "x-gzip"):
-        return zlib.decompressobj(16 + zlib.MAX_WBITS).decompress(body)
+        return zlib.decompressobj(16 + zlib.MAX_WBITS).decompress
     if encoding == "deflate":
         try:
-            return zlib.decompressobj().decompress(body)
+            zlib.decompressobj().decompress(body[:_PIECE_BYTES])
         except zlib.error:
-            return zlib.decompressobj(-zlib.MAX_WBITS).decompress(body)
+            return zlib.decompressobj(-zlib.MAX_WBITS).decompress
+        return zlib.decompressobj().decompress
+    decode: Callable[[bytes], bytes]
     if encoding == "zstd":
         # Only there if the client could ask for it, as below.
-        zstandard = importlib.import_module("zstandard")
-        return bytes(zstandard.ZstdDecompressor().decompressobj().decompress(body))
+        decode = importlib.import_module("zstandard").ZstdDecompressor().decompressobj().decompress
+        return decode
     if encoding == "br":
-        brotli = importlib.import_module("brotli")
-        return bytes(brotli.Decompressor().process(body))
+        decode = importlib.import_module("brotli").Decompressor().process
+        return decode
     raise ValueError("unknown")

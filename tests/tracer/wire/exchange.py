@@ -1,6 +1,7 @@
 """One HTTP exchange, made up, and the span and the call that become of it."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -47,17 +48,20 @@ def exchange(
     headers: dict[str, str] | None = None,
     number: int = 1,
     is_exhausted: bool = True,
+    encode: tuple[str, Callable[[bytes], bytes]] | None = None,
     attributes: dict[str, Any] | None = None,
 ) -> ReadableSpan:
-    """The span of a request; a `response` of bytes is a stream."""
+    """The span of a request; a `response` of bytes is a stream. `encode`: its content encoding, and how."""
     is_stream = isinstance(response, bytes)
     raw = response if isinstance(response, bytes) else json.dumps(response).encode()
+    raw = raw if encode is None else encode[1](raw)
     body = json.dumps(request).encode()
     context = SpanContext(1, number, is_remote=False, trace_flags=TraceFlags(1))
     call = RawCall(context, None, 100 * number, route, "h", None, body, dict(attributes or {}))
     call.end_ns = call.start_ns + 50
     call.status_code = status
     call.content_type = "text/event-stream" if is_stream else "application/json"
+    call.content_encoding = "" if encode is None else encode[0]
     call.response_headers = headers
     call.response, call.response_bytes, call.is_exhausted = [raw], len(raw), is_exhausted
     span = span_of(call, Resource.get_empty(), InstrumentationScope(c.SCOPE_TRACER), Reader())

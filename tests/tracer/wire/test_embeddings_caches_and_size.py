@@ -1,7 +1,11 @@
 """Calls that train nothing: embeddings, replies out of caches, and what is too long for a span."""
 
 import base64
+import gzip
+import random
+import zlib
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -104,3 +108,23 @@ def test_what_makes_a_span_too_long_is_left_out_and_named(monkeypatch: pytest.Mo
     assert c.OUTPUT_MESSAGES in attributes
     assert attributes[c.DROPPED][c.INPUT_MESSAGES].startswith("too long: ")
     assert model_call(request, completion()).grade is Grade.UNUSABLE
+
+
+def raw_deflate(body: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return packer.compress(body) + packer.flush()
+
+
+@pytest.mark.parametrize(
+    "encode", [("gzip", gzip.compress), ("deflate", zlib.compress), ("deflate", raw_deflate)]
+)
+def test_a_compressed_reply_is_read_whole_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, encode: tuple[str, Callable[[bytes], bytes]]
+) -> None:
+    text = random.Random(0).randbytes(60_000).hex()  # several pieces, also compressed
+    reply = completion(choice(text))
+    assert recorded(HI, reply, encode=encode)[c.OUTPUT_MESSAGES][0]["parts"][0]["content"] == text
+    monkeypatch.setattr(tracer_calls, "MAX_RESPONSE_BYTES", 100_000)
+    attributes = recorded(HI, reply, encode=encode)  # 66 KB, which stand for 120
+    assert c.OUTPUT_MESSAGES not in attributes
+    assert "longer than 100000 bytes" in attributes[c.DROPPED]["response"]
