@@ -1,6 +1,6 @@
 """Whether tokens of a reply could be anything but the policy's own choice.
 
-Knows the request fields with which OpenAI, Anthropic and vLLM 0.32 mask the distribution or put
+Knows the request fields with which OpenAI, Anthropic, vLLM 0.32 and SGLang mask the distribution or put
 tokens in: grammars, forced and strict tools, token masks, budgets that end a turn's thinking.
 
 Not among them, for tokens and distribution stay the policy's: stop strings and stop tokens,
@@ -13,7 +13,14 @@ no request.
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-_GRAMMARS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+_GRAMMARS = (
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+    *("regex", "ebnf", "json_schema"),  # SGLang
+)
 _MASKS = (
     "guided_decoding",
     "allowed_token_ids",
