@@ -5,7 +5,8 @@ costs 1.4 ms of CPU a call where aiohttp takes 0.1. Everything above speaks http
 
 Invariants: a request is sent once, or not at all (aiohttp repeats only what is idempotent, and only on a
 connection that had been used before); bytes come as the engine sent them, as soon as they come; a
-response that is closed before its end closes its connection, so that the engine stops sampling.
+response that is closed before its end closes its connection, so that the engine stops sampling; cookies
+go from an engine to the agent that asked and are not kept for the next one.
 
 Knows HTTP, httpx and aiohttp. Knows nothing of calls.
 """
@@ -13,6 +14,7 @@ Knows HTTP, httpx and aiohttp. Knows nothing of calls.
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import aiohttp
 import httpx
@@ -30,7 +32,8 @@ class EngineClient(httpx.AsyncClient):
     ) -> None:
         """Connect later. `transport` is used instead of connections, and `timeout` is then its business."""
         self._connections = None if transport is not None else Connections()
-        super().__init__(transport=transport or self._connections, timeout=timeout)
+        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
+        super().__init__(transport=transport or self._connections, timeout=timeout, cookies=no_cookies)
 
     async def open(self, url: str, *, content: bytes, headers: Mapping[str, str]) -> httpx.Response:
         """POST; returns once the response's head is there. Raises `httpx.TransportError`.
