@@ -200,6 +200,16 @@ def test_every_choice_of_a_call_can_be_continued() -> None:
         assert isinstance(following, list) and following[:3] == [5, token, END]
 
 
+def test_of_two_replies_that_read_alike_none_is_guessed() -> None:
+    turns, request = Turns(), asked(user("q"), n=2)
+    for token, thinking in ((701, "hm"), (702, "oh"), (702, "oh")):
+        turns.remember(OWNER, request, said("a", reasoning=thinking), [5, token, END], is_cut=False)
+    for reply in (said("a"), said("a", reasoning="hm"), said("a", reasoning="oh")):
+        assert follow(turns, asked(user("q"), reply, user("r")), Template()) == (
+            "two replies read alike: it is not known which of them is continued"
+        )
+
+
 def test_the_longest_turn_is_continued() -> None:
     turns, messages = Turns(), [user("q")]
     turns.remember(OWNER, asked(*messages), said("a"), [1, END], is_cut=False)

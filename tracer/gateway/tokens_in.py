@@ -73,6 +73,8 @@ class Turn:
     """The turn has no end: it was cut by the token limit or by a stop string."""
     reasoning: bytes | None
     """Digest of its thinking; None if it had none."""
+    is_ambiguous: bool = False
+    """Another reply of the rollout to the same messages reads the same and has other ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +111,14 @@ class Turns:
             key = owner, _key(prefix, message)
             turn = self._turns.get(key)
             said = _reasoning(message)
-            if turn is not None and said in (None, turn.reasoning):
+            if turn is not None and (turn.is_ambiguous or said in (None, turn.reasoning)):
                 self._turns.move_to_end(key)
                 found = Continuation(turn, index)
         if found is None:
             known = owner in self._owners
             return Fallback("continues no earlier call" if known else "first call of the rollout")
+        if found.turn.is_ambiguous:
+            return Fallback("two replies read alike: it is not known which of them is continued")
         if found.reply_index == len(messages) - 1:
             return Fallback("nothing follows the earlier reply")
         return found
@@ -139,8 +143,10 @@ class Turns:
         """
         *_, whole = _prefixes(request)
         key = owner, _key(whole, reply)
+        known, packed = self._turns.get(key), array("i", ids)
+        is_ambiguous = known is not None and (known.is_ambiguous or known.ids != packed)
         self._forget(key)
-        turn = Turn(array("i", ids), is_cut, _reasoning(reply))
+        turn = Turn(packed, is_cut, _reasoning(reply), is_ambiguous)
         self._turns[key] = turn
         self._owners[owner] += 1
         self._size += _size(turn)
