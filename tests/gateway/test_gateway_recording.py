@@ -137,16 +137,15 @@ def test_an_attempt_that_is_no_number_is_refused(gateway: Setup) -> None:
     assert answer.status_code == 400 and "'two'" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("attempt", ["1000000", "2147483647", "9" * 30, "-1", "1.5", "²"])
+@pytest.mark.parametrize("attempt", ["1000000", "2147483647", "9" * 5000, "-1", "1.5", "²"])
 def test_an_attempt_beyond_belief_is_refused_and_leaves_the_gateway_alone(
     gateway: Setup, attempt: str
 ) -> None:
     headers = [(names.HEADER_ROLLOUT.encode(), b"r"), (names.HEADER_ATTEMPT.encode(), attempt.encode())]
     answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body("a"), headers=headers)
     assert answer.status_code == 400 and "a number from 0 to 999999" in answer.json()["error"]["message"]
-    if attempt.isdecimal():
-        path = f"/rollout/r/{attempt}/v1/chat/completions"
-        assert httpx.post(f"{gateway.url}{path}", json=body("a")).status_code == 400
+    path = f"/rollout/r/{attempt}/v1/chat/completions"
+    assert httpx.post(f"{gateway.url}{path}", json=body("a")).status_code == 400
     assert httpx.post(f"{gateway.url}/rollout/r/999999/v1/chat/completions", json=body("a")).is_success
     assert gateway.attributes()[names.ATTEMPT] == 999_999
 

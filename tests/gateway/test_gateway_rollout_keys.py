@@ -61,6 +61,15 @@ def test_the_url_comes_before_the_header_and_the_header_before_the_key(gateway: 
     assert origins(gateway) == [expected for *_, expected in calls]
 
 
+@pytest.mark.parametrize("rollout", ["a%2F1", "a%2fb"])
+def test_a_slash_in_the_urls_rollout_is_refused_and_not_read_as_an_attempt(
+    gateway: Setup, rollout: str
+) -> None:
+    answer = ask(gateway, {}, f"/rollout/{rollout}")
+    assert (answer.status_code, gateway.engine.requests) == (400, [])
+    assert names.HEADER_ROLLOUT in answer.json()["error"]["message"]
+
+
 def test_a_key_that_names_no_rollout_is_a_400_and_not_repeated(gateway: Setup) -> None:
     for sent in ("k~", "k~~1", "k~r~", "k~r~x", "k~r~-1", "k~r~1000000", "k~r~1~2"):
         answer = ask(gateway, {"authorization": f"Bearer secret{sent}"})

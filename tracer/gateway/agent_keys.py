@@ -2,7 +2,7 @@
 
 An agent that can be given a base URL and an API key, and no more, says whose calls it makes
 with the key: `KEY~ROLLOUT` or `KEY~ROLLOUT~ATTEMPT`, where KEY is what the key would be
-otherwise (anything if nobody checks it) and ROLLOUT is percent-encoded as in a URL.
+otherwise (anything if nobody checks it) and ROLLOUT is percent-encoded.
 `Authorization: Bearer` and Anthropic's `x-api-key` are read alike.
 
 Invariants: behind `RolloutKeys` a key has no rollout in it any more, so no engine gets to see

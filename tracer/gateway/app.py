@@ -48,7 +48,7 @@ from spangrad.tracer.gateway.spans import SpanRecorder
 
 UNWIND_S = 2.0
 """Longest wait for calls that were cut when the gateway stopped to give up their spans."""
-PREFIXES = ("", "/rollout/{rollout_id}", "/rollout/{rollout_id}/{attempt:int}")
+PREFIXES = ("", "/rollout/{rollout_id}", "/rollout/{rollout_id}/{attempt}")
 READABLE = ("/health", "/ping", "/version")
 """The engine's paths outside /v1 that agents may read."""
 
@@ -176,8 +176,13 @@ def _origin(request: Request) -> dict[str, Any]:
     """Whose call it is: from the URL, else from the headers, else from the API key. Raises ValueError."""
     headers = request.headers
     rollout_id = request.path_params.get("rollout_id") or headers.get(names.HEADER_ROLLOUT)
+    if "rollout_id" in request.path_params and b"%2f" in request.scope.get("raw_path", b"").lower():
+        # The path is decoded already: `a%2F1` reads as rollout a, attempt 1.
+        raise ValueError(
+            f"the URL's rollout has an encoded '/'; name it in the header {names.HEADER_ROLLOUT}"
+        )
     if "attempt" in request.path_params:
-        attempt = _attempt(str(request.path_params["attempt"]), "the URL's attempt")
+        attempt = _attempt(request.path_params["attempt"], "the URL's attempt")
     else:
         attempt = _attempt(headers.get(names.HEADER_ATTEMPT, "0"), f"header {names.HEADER_ATTEMPT}")
     by_key: KeyRollout | None = request.scope.get(SCOPE_ROLLOUT)
