@@ -67,6 +67,26 @@ def test_a_request_goes_out_as_given_and_connections_are_used_again() -> None:
     assert len(connections) == 1
 
 
+@pytest.mark.parametrize("size", [0, 1, 2**20, 2**20 + 1, 3 * 2**20])
+def test_a_body_of_any_size_goes_out_whole_and_without_a_warning(size: int) -> None:
+    seen: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(await read_request(reader))
+        writer.write(HEAD + b"content-length: 2\r\n\r\nok")
+        writer.close()
+
+    async def run() -> None:
+        async with engine(answer) as url, client() as calls:
+            assert await (await calls.open(url, content=b"x" * size, headers={})).aread() == b"ok"
+
+    asyncio.run(run())
+    head, _, sent = seen[0].partition(b"\r\n\r\n")
+    assert sent == b"x" * size
+    names = sorted(line.split(b":")[0].lower() for line in head.split(b"\r\n")[1:])
+    assert names == [b"content-length", b"host"]
+
+
 def test_chunks_come_as_they_are_sent_and_leaving_closes_the_connection() -> None:
     left = asyncio.Event()
 

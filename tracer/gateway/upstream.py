@@ -11,6 +11,7 @@ go from an engine to the agent that asked and are not kept for the next one.
 Knows HTTP, httpx and aiohttp. Knows nothing of calls.
 """
 
+import io
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ import aiohttp
 import httpx
 from yarl import URL
 
+MAX_BYTES_BODY = 2**20
+"""From here on aiohttp warns of a body given as bytes, which it writes at once."""
 KEEPALIVE_S = 2.0
 """Below the 5 s after which uvicorn, and so vLLM, closes an idle connection under a request."""
 
@@ -77,7 +80,7 @@ class Connections(httpx.AsyncBaseTransport):
             response = await self._opened().request(
                 method,
                 URL(url, encoded=True),
-                data=content or None,
+                data=_data(content),
                 headers=headers,
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(sock_connect=connect_s, sock_read=read_s),
@@ -99,6 +102,10 @@ class Connections(httpx.AsyncBaseTransport):
                 trust_env=False,
             )
         return self._session
+
+
+def _data(content: bytes) -> io.BytesIO | bytes | None:
+    return io.BytesIO(content) if len(content) > MAX_BYTES_BODY else content or None
 
 
 class _Body(httpx.AsyncByteStream):
