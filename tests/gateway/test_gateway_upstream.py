@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from spangrad.tracer.gateway import upstream
 from spangrad.tracer.gateway.upstream import EngineClient
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
@@ -137,6 +138,55 @@ def test_what_breaks_off_is_an_error_of_httpx_and_is_sent_once(
 
     asyncio.run(run())
     assert requests == 1
+
+
+def test_a_stream_that_falls_silent_is_a_timeout_however_often_it_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(upstream, "WATCH_S", 0.1)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n3\r\none\r\n")
+        await asyncio.sleep(0.5)
+        writer.write(b"3\r\ntwo\r\n")
+        await reader.read()
+        writer.close()
+
+    async def run() -> None:
+        async with engine(answer) as url, client(read_s=0.9) as calls:
+            response = await calls.open(url, content=b"{}", headers={})
+            pieces = response.aiter_bytes()
+            assert [await anext(pieces), await anext(pieces)] == [b"one", b"two"]
+            with pytest.raises(httpx.ReadTimeout):
+                await asyncio.wait_for(anext(pieces), 20)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("hangs_up", [True, False])
+def test_a_stream_that_goes_on_with_what_is_no_chunk_breaks_off(hangs_up: bool) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n3\r\none\r\n")
+        await go_on.wait()
+        writer.write(b"no length\r\n")
+        if not hangs_up:
+            await reader.read()
+        writer.close()
+
+    go_on = asyncio.Event()
+
+    async def run() -> None:
+        async with engine(answer) as url, client() as calls:
+            response = await calls.open(url, content=b"{}", headers={})
+            pieces = response.aiter_bytes()
+            assert await anext(pieces) == b"one"
+            go_on.set()
+            with pytest.raises(httpx.RemoteProtocolError):
+                await asyncio.wait_for(anext(pieces), 20)
+
+    asyncio.run(run())
 
 
 def test_a_silent_engine_and_one_that_is_not_there_are_told_apart() -> None:

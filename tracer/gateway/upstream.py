@@ -11,6 +11,7 @@ go from an engine to the agent that asked and are not kept for the next one.
 Knows HTTP, httpx and aiohttp. Knows nothing of calls.
 """
 
+import asyncio
 import io
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -23,6 +24,9 @@ from yarl import URL
 
 MAX_BYTES_BODY = 2**20
 """From here on aiohttp warns of a body given as bytes, which it writes at once."""
+WATCH_S = 1.0
+"""How often a silent connection is looked at: aiohttp closes one whose chunks can't be read, and tells
+nobody."""
 KEEPALIVE_S = 2.0
 """Below the 5 s after which uvicorn, and so vLLM, closes an idle connection under a request."""
 
@@ -115,10 +119,24 @@ class _Body(httpx.AsyncByteStream):
     async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
             with _as_httpx():
-                async for data in self._response.content.iter_any():
+                while data := await self._next():
                     yield data
         finally:
             self._response.close()
+
+    async def _next(self) -> bytes:
+        """What has come, as soon as something has; empty at the end."""
+        while True:
+            try:
+                async with asyncio.timeout(WATCH_S) as watch:
+                    return await self._response.content.readany()
+            except TimeoutError:
+                connection = self._response.connection
+                transport = None if connection is None else connection.transport
+                if not watch.expired():
+                    raise  # the engine was silent for too long
+                if transport is None or transport.is_closing():
+                    raise aiohttp.ClientPayloadError("the connection is gone") from None
 
     async def aclose(self) -> None:
         self._response.close()  # after its end the connection is the pool's again, and this does nothing
