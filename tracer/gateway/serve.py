@@ -62,6 +62,8 @@ def _server(config: GatewayConfig, exporter: SpanExporter | None) -> uvicorn.Ser
             log_config=None,
             access_log=False,
             ws="none",
+            # Not the environment's FORWARDED_ALLOW_IPS: with `*` any caller could say that it is local.
+            forwarded_allow_ips="127.0.0.1",
             lifespan="on",
             timeout_graceful_shutdown=config.shutdown_s,
         )
