@@ -56,6 +56,7 @@ class StubEngine:
     tell_version: threading.Event = field(default_factory=threading.Event)
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    queries: list[str] = field(default_factory=list)
     asked_versions: int = 0
     cancelled: int = 0
 
@@ -155,6 +156,7 @@ class StubEngine:
         body: dict[str, Any] = json.loads(await request.body())
         self.requests.append(body)
         self.headers.append(dict(request.headers))
+        self.queries.append(request.url.query)
         return body
 
     async def hold(self, request: Request) -> None:

@@ -47,6 +47,24 @@ def test_a_request_that_asks_for_everything_reaches_the_engine_unchanged(gateway
     assert gateway.engine.requests[-1] == request
 
 
+def test_the_engine_gets_the_query_and_every_header_that_is_for_it(gateway: Setup) -> None:
+    headers = [
+        ("x-tag", "a"),
+        ("x-tag", "b"),
+        ("cookie", "c=1"),
+        ("cookie", "d=2"),
+        ("connection", "keep-alive, X-Hop"),
+        ("x-hop", "for the gateway alone"),
+    ]
+    url = f"{gateway.url}/v1/chat/completions?beta=true&note=a%20%26b"
+    httpx.post(url, json=body("a"), headers=headers).raise_for_status()
+    httpx.post(f"{gateway.url}/v1/chat/completions", json=body("a")).raise_for_status()
+    assert gateway.engine.queries == ["beta=true&note=a%20%26b", ""]
+    sent = gateway.engine.headers[0]
+    assert (sent["x-tag"], sent["cookie"]) == ("a, b", "c=1; d=2")
+    assert "x-hop" not in sent
+
+
 def test_a_body_that_is_no_json_gets_the_engines_own_answer(gateway: Setup) -> None:
     answer = httpx.post(f"{gateway.url}/v1/chat/completions", content=b"{not json")
     assert answer.status_code == 500  # the stub fails on it

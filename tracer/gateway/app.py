@@ -159,6 +159,7 @@ class _Calls:
             self._route,
             upstream,
             headers=request.headers,
+            query=scope["query_string"],
             origin=origin,
             start_ns=start_ns,
         )

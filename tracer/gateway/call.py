@@ -76,6 +76,7 @@ class Call:
         request: UpstreamRequest,
         *,
         headers: Mapping[str, str],
+        query: bytes,
         origin: Mapping[str, Any],
         start_ns: int,
     ) -> None:
@@ -84,6 +85,7 @@ class Call:
         self._route = route
         self._request = request
         self._headers = headers
+        self._path = route.path + (f"?{query.decode('latin-1')}" if query else "")
         self._origin = origin
         self._started_at = time.monotonic()
         model = request.body.get("model") if isinstance(request.body, dict) else None
@@ -155,7 +157,7 @@ class Call:
             headers = upstream_headers(self._headers, config, engine.key, traceparent(self._span))
             try:
                 return await engine.client.open(
-                    engine.url + self._route.path, content=self._content_sent, headers=headers
+                    engine.url + self._path, content=self._content_sent, headers=headers
                 )
             except CONNECT_ERRORS as error:
                 lease.no_connection(error)

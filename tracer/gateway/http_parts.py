@@ -67,11 +67,13 @@ def upstream_headers(
     added: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Headers for the engine: the client's without hop-by-hop ones and without our names and keys."""
-    headers = {
-        name: value
-        for name, value in incoming.items()
-        if name not in _NOT_SENT_ON and not name.startswith("x-spangrad-")
-    }
+    hop_by_hop = {name.strip().lower() for name in incoming.get("connection", "").split(",")}
+    headers: dict[str, str] = {}
+    for name, value in incoming.items():
+        if name in _NOT_SENT_ON or name in hop_by_hop or name.startswith("x-spangrad-"):
+            continue
+        separator = "; " if name == "cookie" else ", "
+        headers[name] = f"{headers[name]}{separator}{value}" if name in headers else value
     headers["accept-encoding"] = "identity"
     if engine_key is not None:
         headers["authorization"] = f"Bearer {engine_key}"
