@@ -3,6 +3,7 @@
 A character is one token; so is every mark of the template.
 """
 
+import asyncio
 import json
 import random
 from collections.abc import Callable, Collection
@@ -11,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from spangrad.tracer.gateway.follow_up import TokensIn
+from spangrad.tracer.gateway.reply import Reply, ReplyChoice
+from spangrad.tracer.gateway.rewrite import UpstreamRequest
 from spangrad.tracer.gateway.tokens_in import Continuation, Fallback, Turns, prompt_ids, renderings, unfit
 
 USER, ASSISTANT, TOOL, END, NEWLINE, THINK, THOUGHT, CALL, CALLED, TOOLS = range(1, 11)
@@ -173,6 +177,27 @@ def test_a_turn_of_tool_calls_is_continued_with_the_tools_answer() -> None:
             assert follow(turns, asked(user("q"), reply, answer), Template()) == expected
     other = said(None, tool_calls=[tool_call('{"city":"Rome"}')])
     assert follow(turns, asked(user("q"), other, answer), Template()) == "continues no earlier call"
+
+
+def test_arguments_that_nest_without_end_are_compared_as_text() -> None:
+    reply = said(None, tool_calls=[tool_call("[" * 5000)])
+    request = asked(user("q"))
+    turns, ids = remembered(request, reply, [777, END])
+    found = turns.find(OWNER, asked(user("q"), reply, user("r")))
+    assert isinstance(found, Continuation) and list(found.turn.ids) == ids
+
+
+def test_a_reply_that_cannot_be_remembered_ends_all_the_same() -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    message = said("a", tool_calls=[{"id": "c1", "function": {"name": "look", "arguments": deep}}])
+    content = json.dumps(asked(user("q"))).encode()
+    call = TokensIn().start("r-1", 0, UpstreamRequest(None, content, strip_ids=True, strip_logprobs=True))
+    asyncio.run(call.content(None, {}))  # type: ignore[arg-type]  # a first call asks no engine
+    choice = ReplyChoice(message, finish_reason="stop", token_ids=[777, END])
+    call.end(Reply(prompt_token_ids=[5], choices={0: choice}))
+    assert call.outcome == "fallback: first call of the rollout"
 
 
 def test_a_cut_tool_call_gets_the_end_of_a_turn_and_no_characters_of_its_own() -> None:

@@ -141,7 +141,7 @@ class FollowUp:
         for choice in reply.choices.values():
             try:
                 self._shared.remember(self._owner, self._body, prompt, choice)
-            except (TypeError, AttributeError, ValueError, OverflowError):
+            except Exception:  # boundary: foreign data, and the client waits for its reply
                 logger.warning("tokens-in: a reply can't be remembered", exc_info=True)
 
     async def _ids(self, engine: Engine, headers: Mapping[str, str]) -> list[int] | Fallback:

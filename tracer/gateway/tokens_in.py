@@ -313,7 +313,7 @@ def _call(call: Mapping[str, Any]) -> list[Any]:
     function = call.get("function") or {}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):  # a policy can write `[[[[...` to the end
             arguments = json.loads(arguments)  # clients write them anew
     return [call.get("id"), function.get("name"), arguments]
 
