@@ -21,8 +21,10 @@ from spangrad.tracer.wire.messages import output_message
 
 def choice_count(body: Any) -> int:
     """How many choices a request asks for."""
-    count = body.get("n") if isinstance(body, dict) else None
-    return count if isinstance(count, int) and count > 0 else 1
+    if not isinstance(body, dict):
+        return 1
+    count = body.get("n")
+    return chat.prompt_count(body) * (count if isinstance(count, int) and count > 0 else 1)
 
 
 def request_attributes(body: Any, route: Route) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def reply_attributes(
 
 def _add_tokens(attributes: dict[str, Any], reply: Reply, body: Any, version: int | None) -> dict[str, str]:
     """Add prompt ids and every choice's ids, logprobs and versions; returns what was dropped and why."""
-    if _has_several_prompts(body):
+    if isinstance(body, dict) and chat.prompt_count(body) > 1:
         reason = "one call with several prompts: it is not known which prompt a choice continues"
         return {"prompt_token_ids": reason, "sampled_token_ids": reason}
     dropped: dict[str, str] = {}
@@ -176,8 +178,3 @@ def _usage(reply: Reply) -> dict[str, int]:
     if found[names.OUTPUT_TOKENS] is None and ids:
         found[names.OUTPUT_TOKENS] = sum(len(token_ids) for token_ids in ids)
     return {name: count for name, count in found.items() if isinstance(count, int)}
-
-
-def _has_several_prompts(body: Any) -> bool:
-    prompt = body.get("prompt") if isinstance(body, dict) else None
-    return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
