@@ -67,7 +67,7 @@ class RawCall:
     content_type: str = ""
     content_encoding: str = ""
     response_headers: Mapping[str, str] | None = None
-    """The client's own object; looked at for marks of caches, never recorded."""
+    """Those that tell of caches; looked at, never recorded."""
     response: list[bytes] = field(default_factory=list)
     response_bytes: int = 0
     is_exhausted: bool = False

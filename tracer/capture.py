@@ -34,6 +34,7 @@ from spangrad.tracer.hops import take_back, tell
 from spangrad.tracer.propagation import header_value, traceparent
 from spangrad.tracer.runtime import Runtime, active
 from spangrad.tracer.structure.place import place_of_call
+from spangrad.tracer.wire.caching import HEADERS
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +186,10 @@ def _watch(call: "_Call", request: Any, response: Any, tee: type) -> Any:
         got = _by_name(response.headers)
         raw.content_type = got.get(b"content-type", b"").decode("latin-1")
         raw.content_encoding = got.get(b"content-encoding", b"").decode("latin-1")
-        raw.response_headers = response.headers
+        if not HEADERS.isdisjoint(got):
+            raw.response_headers = {
+                name.decode(): got[name].decode("latin-1") for name in HEADERS.intersection(got)
+            }
         response.stream = tee(response.stream, call)
     except Exception:
         _log_failure()

@@ -18,6 +18,10 @@ Several caches in a row tell one after the other: `MISS, HIT`.
 """
 
 
+HEADERS = frozenset(name.encode() for name in _MARKS)
+"""As they are on the wire, in lower case."""
+
+
 def is_served_by_cache(headers: Iterable[tuple[str, str]]) -> bool:
     """Whether a response's headers say that nothing was sampled for it."""
     for name, value in headers:
