@@ -29,6 +29,7 @@ from spangrad.store.tables.database import OUTAGES, Database, store_error
 from spangrad.store.tables.query import ROW_LIMIT, TIMEOUT_S, run_query
 from spangrad.store.tables.rewards import put_rewards, select_rewards
 from spangrad.store.tables.spans import SpanWriter, read_spans
+from spangrad.tracer.journal import recover
 from spangrad.tracer.spool import Spool
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,9 @@ class FileStore:
         folder = self.path.with_name(self.path.name + ".spool")
         if not folder.is_dir():
             return 0
-        return Spool(folder).drain(self._put_spooled)
+        spool = Spool(folder)
+        recover(spool)  # what killed tracers had not spooled yet
+        return spool.drain(self._put_spooled)
 
     def _put_spooled(self, record: bytes) -> None:
         try:

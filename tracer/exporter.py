@@ -33,6 +33,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from spangrad.errors import ConfigError
+from spangrad.tracer.journal import recover
 from spangrad.tracer.otlp import encode_request, encode_span
 from spangrad.tracer.spool import Spool
 
@@ -96,9 +97,17 @@ class Exporter(SpanExporter):
         """How many spans of this process wait on disk."""
         return 0
 
+    @property
+    def folder(self) -> Path | None:
+        """Where something waits on disk, if there is such a place."""
+        return None
+
     def drain(self, *, at_once: bool = False) -> int:
         """Send what waits on disk. Returns how many batches arrived."""
         return 0
+
+    def recover(self) -> None:
+        """Let what killed processes have left in their journals wait on disk."""
 
     def close_soon(self, within_s: float) -> None:
         """The process is about to end."""
@@ -152,6 +161,15 @@ class SpoolExporter(Exporter):
     def dropped(self) -> int:
         """Batches that could not be kept."""
         return self.spool.dropped
+
+    @property
+    def folder(self) -> Path:
+        """The spool's."""
+        return self.spool.directory
+
+    def recover(self) -> None:
+        """So that journals of killed processes don't add up before the store's file is opened."""
+        recover(self.spool)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Write a batch to disk."""
@@ -229,6 +247,11 @@ class HubExporter(Exporter):
         return self.spool.dropped + self.rejected
 
     @property
+    def folder(self) -> Path:
+        """The spool's."""
+        return self.spool.directory
+
+    @property
     def is_waiting(self) -> bool:
         """Whether something waits on disk for the hub, also what other processes left there."""
         return self.spool.size_bytes() > 0
@@ -282,6 +305,10 @@ class HubExporter(Exporter):
             return self._drain(float("inf"), counts_as_failure=not at_once)
         finally:
             lock.release()
+
+    def recover(self) -> None:
+        """Put what killed processes have left beside the spool into it."""
+        recover(self.spool)
 
     def close_soon(self, within_s: float) -> None:
         """The process is about to end: drain no more, and after `within_s` put batches on disk at once."""

@@ -24,7 +24,9 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_s
 from spangrad.tracer import conventions as c
 from spangrad.tracer.calls import RawCall, span_of
 from spangrad.tracer.exporter import Exporter
+from spangrad.tracer.journal import Journal, Record
 from spangrad.tracer.propagation import Destinations
+from spangrad.tracer.recovery import call_record, head_of, span_record
 from spangrad.tracer.redaction import Rule, redacted_span
 from spangrad.tracer.wire.repeated import Reader
 from spangrad.tracer.worker import Worker
@@ -87,8 +89,11 @@ class Runtime:
         self.target = target
         self.destinations = destinations
         self.redact: Rule | None = None
-        """What every text goes through before it leaves the process."""
-        self.worker: Worker[Captured] = Worker(exporter, self._finish)
+        """What every text goes through before it leaves the process: see `redact_with`."""
+        journal = None
+        if exporter.folder is not None:
+            journal = Journal(exporter.folder, head_of(resource, version), self._record)
+        self.worker: Worker[Captured] = Worker(exporter, self._finish, journal=journal)
         self._requests = Reader()
         self._ids = RandomIds()
         self._scope = InstrumentationScope(c.SCOPE_TRACER, version)
@@ -123,10 +128,23 @@ class Runtime:
         trace_id = parent.trace_id if parent is not None else self._ids.generate_trace_id()
         return SpanContext(trace_id, self._ids.generate_span_id(), is_remote=False, trace_flags=_SAMPLED)
 
+    def redact_with(self, rule: Rule | None) -> None:
+        """Set the rule. With one there is no journal: the text would be in it as it is."""
+        self.redact = rule
+        if rule is not None:
+            self.worker.close_journal()
+
     def after_fork_in_child(self) -> None:
         """Start anew in a child process."""
         self._requests = Reader()  # the parent's thread may have been in the middle of it
         self.worker.after_fork_in_child()
+
+    def _record(self, item: Captured) -> Record:
+        if isinstance(item, RawCall):
+            return call_record(item)
+        span = self._finish(item)
+        assert span is not None  # only calls may turn out to be nothing
+        return span_record(span)
 
     def _finish(self, item: Captured) -> ReadableSpan | None:
         if isinstance(item, EndedSpan):

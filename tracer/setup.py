@@ -6,8 +6,9 @@ Invariants:
   exception), on SIGTERM (unless the application handles it itself), and in children of `multiprocessing`
   that return. SIGTERM kills these children at once, as ever; tasks of pools are written before they return.
   A call that is not over by then is recorded with what has come of its response; `flush` ends no call.
-  `os._exit` and SIGKILL lose at most the last fraction of a second. A rollout that is not over by then is
-  recorded as failed, with `error.type` "unfinished".
+  `os._exit` and SIGKILL lose the calls that are not over: the others are in the journal, unless there is a
+  `redact` rule, and are sent by the next process or taken in with the store's file. A rollout that is not
+  over by then is recorded as failed, with `error.type` "unfinished".
 * No application handler is replaced.
 """
 
@@ -93,7 +94,7 @@ def init(
         current = runtime.active()
         if current is not None:
             if given:  # `spangrad run` set the tracer up before the program could say this
-                current.redact = rule
+                current.redact_with(rule)
                 _follow(_settings | {"redact": redact})
             if store is not None and target != current.target:
                 logger.warning(
@@ -181,7 +182,7 @@ def _start(
 
     resource = Resource.create({SERVICE_NAME: service_name} if service_name else None)
     started = runtime.Runtime(target, exporter, resource, Destinations(hosts), __version__)
-    started.redact = rule
+    started.redact_with(rule)
     started.worker.start()
     runtime.activate(started)
     capture.install()
@@ -305,7 +306,8 @@ def _on_sigterm(number: int, frame: FrameType | None) -> Any:
         ending = threading.Thread(target=end_open_rollouts, name="spangrad-end", daemon=True)
         ending.start()
         ending.join(_END_TIMEOUT_S)
-        current.worker.flush(EXIT_TIMEOUT_S)  # to the hub or to disk: the process need not wait for the hub
+        if current.worker.flush(EXIT_TIMEOUT_S):  # to the hub or to disk: no need to wait for the hub
+            current.worker.close_journal()
     _end_by_sigterm()
 
 

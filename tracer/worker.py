@@ -6,6 +6,7 @@ Knows queues and threads; it does not know what the items are. Invariants:
   is said at most every 30 s, and once more at the end.
 * A child process made by fork starts with an empty queue and its own thread; what the parent captured is
   the parent's to export.
+* What is in the queue, or in a batch on its way, is in the journal, if there is one and it has room.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from typing import Generic, Protocol, TypeVar
 from opentelemetry.sdk.trace import ReadableSpan
 
 from spangrad.tracer.exporter import Exporter, Periodically
+from spangrad.tracer.journal import Journal
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,7 @@ MAX_BYTES = 256 * 2**20
 _BATCH_ITEMS = 256
 _LINGER_S = 0.2
 _IDLE_S = 1.0
+_RECOVER_EVERY_S = 10.0
 
 
 class Item(Protocol):
@@ -49,11 +52,13 @@ class Worker(Generic[T]):
         exporter: Exporter,
         finish: Callable[[T], ReadableSpan | None],
         *,
+        journal: Journal[T] | None = None,
         max_items: int = MAX_ITEMS,
         max_bytes: int = MAX_BYTES,
     ) -> None:
         """`finish` makes a span of an item, or nothing, on the worker's thread."""
         self.exporter = exporter
+        self.journal = journal
         self.dropped = 0
         """Items that did not fit into the queue."""
         self.broken = 0
@@ -62,7 +67,7 @@ class Worker(Generic[T]):
         self._max_items = max_items
         self._max_bytes = max_bytes
         self._said = Periodically()
-        self._queue: queue.SimpleQueue[T | threading.Event | None]
+        self._queue: queue.SimpleQueue[tuple[T, int | None] | threading.Event | None]
         self._thread: threading.Thread | None
         self._own_process()
 
@@ -83,7 +88,8 @@ class Worker(Generic[T]):
                 return
             self._items_in += 1
             self._bytes_in += size
-        self._queue.put(item)
+            half = self.journal.append(item) if self.journal is not None else None
+        self._queue.put((item, half))
         if self._thread is None:
             self.start()
 
@@ -111,6 +117,8 @@ class Worker(Generic[T]):
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(max(0.0, deadline - time.monotonic()))
+        if flushed:  # else the next process recovers it
+            self.close_journal()
         lost = self.dropped + self.broken
         if lost or self.exporter.dropped or not flushed:
             logger.warning(
@@ -121,9 +129,17 @@ class Worker(Generic[T]):
             )
         return flushed
 
+    def close_journal(self) -> None:
+        """Keep no journal any more, and remove what is there."""
+        with self._lock:
+            if self.journal is not None:
+                self.journal.close()
+
     def after_fork_in_child(self) -> None:
         """Forget the parent's items, locks and thread."""
         self._own_process()
+        if self.journal is not None:
+            self.journal.after_fork_in_child()
 
     def _own_process(self) -> None:
         self._queue = queue.SimpleQueue()
@@ -131,6 +147,7 @@ class Worker(Generic[T]):
         self._thread = None
         self._items_in = self._items_out = 0
         self._bytes_in = self._bytes_out = 0
+        self._recover_at = 0.0
         self._hurry: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def _run(self) -> None:
@@ -145,7 +162,7 @@ class Worker(Generic[T]):
                 continue
             if entry is not None and not isinstance(entry, threading.Event):
                 self._linger()
-            batch: list[T] = []
+            batch: list[tuple[T, int | None]] = []
             waiting: list[threading.Event] = []
             while True:
                 if entry is None:
@@ -167,7 +184,11 @@ class Worker(Generic[T]):
                 done.set()
 
     def _drain(self) -> None:
+        """Send what waits on disk; now and then also what killed processes have left."""
         try:
+            if time.monotonic() >= self._recover_at:
+                self._recover_at = time.monotonic() + _RECOVER_EVERY_S
+                self.exporter.recover()
             self.exporter.drain()
         except Exception:  # the boundary: what waits on disk must not end the thread
             if self._said.due():
@@ -187,9 +208,9 @@ class Worker(Generic[T]):
         with contextlib.suppress(queue.Empty):
             self._hurry.get(timeout=_LINGER_S)
 
-    def _export(self, batch: list[T]) -> None:
+    def _export(self, batch: list[tuple[T, int | None]]) -> None:
         spans = []
-        for item in batch:
+        for item, _ in batch:
             try:
                 span = self._finish(item)
             except Exception:  # the boundary: one bad item must not end the thread
@@ -205,4 +226,7 @@ class Worker(Generic[T]):
             self.broken += len(spans)
             logger.warning("export failed", exc_info=True)
         self._items_out += len(batch)
-        self._bytes_out += sum(item.size_bytes for item in batch)
+        self._bytes_out += sum(item.size_bytes for item, _ in batch)
+        if self.journal is not None:
+            with self._lock:
+                self.journal.release([half for _, half in batch])

@@ -9,6 +9,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from spangrad.tracer import conventions as c
 from spangrad.tracer.exporter import spool_of_store
+from spangrad.tracer.journal import recover
 from spangrad.tracer.spool import Spool
 
 
@@ -53,9 +54,11 @@ class Recorded:
 
 
 def spans_of_store(store: str | Path) -> list[Recorded]:
-    """Drain a store's spool."""
+    """Drain a store's spool, as the store does."""
     spans: list[Recorded] = []
-    Spool(spool_of_store(store)).drain(lambda request: spans.extend(spans_of_request(request)))
+    spool = Spool(spool_of_store(store))
+    recover(spool)
+    spool.drain(lambda request: spans.extend(spans_of_request(request)))
     return spans
 
 

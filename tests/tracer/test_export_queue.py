@@ -3,6 +3,7 @@
 import logging
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -27,7 +28,7 @@ def span_of(item: EndedSpan) -> ReadableSpan:
 
 @pytest.mark.parametrize("bound", [{"max_items": 3}, {"max_bytes": 3}])
 def test_a_full_queue_drops_the_newest_counts_and_says_so(
-    hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, bound: dict[str, int]
+    hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, bound: dict[str, Any]
 ) -> None:
     hub.hold = threading.Event()
     worker = Worker(HubExporter(hub.url, spool_dir=tmp_path, timeout_s=30), span_of, **bound)
