@@ -3,8 +3,7 @@
 SPANGRAD_CHAOS_S: how long, in seconds (`make chaos`: 120). SPANGRAD_CHAOS_SEED: which events.
 
 * No call is lost that had finished, none is there twice, each belongs to its rollout and holds the reply
-  that the agent got. Only of an agent that was killed with SIGKILL what had ended a moment before may be
-  missing (`tracer/README.md`, Limits); the test says how long before.
+  that the agent got, whichever signal ended the agent.
 * What every agent saw is what an untraced run of it sees.
 """
 
@@ -37,8 +36,6 @@ SECONDS = float(os.environ.get("SPANGRAD_CHAOS_S", "20"))
 SEED = int(os.environ.get("SPANGRAD_CHAOS_SEED", "0"))
 ROOT = Path(__file__).parents[2]
 PACE_S = 0.05
-KILL_COSTS_S = 10.0
-"""SIGKILL may cost what ended this long before: the worker's pause, a hub's timeout, and a busy machine."""
 SPANGRAD = [sys.executable, "-c", "from spangrad.cli import main; main()"]
 AGENTS = [sys.executable, str(Path(__file__).with_name("agents.py"))]
 NEXT_PROCESS = "import spangrad; spangrad.init(); assert spangrad.flush(60)"
@@ -218,30 +215,30 @@ def key_of_span(span: Span) -> str | None:
     return key_of([{"role": m["role"], "content": m["parts"][0].get("content")} for m in messages])
 
 
+def waiting_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.suffix in (".seg", ".journal", ".bad")]
+
+
 def send_what_is_left(folders: list[Path], hub_url: str) -> int:
     """Start a next process where a dead one left spans. Returns in how many folders that was so."""
-    left = [folder for folder in folders if list(folder.rglob("*.seg"))]
+    left = [folder for folder in folders if waiting_in(folder)]
     for folder in left:
         with program([sys.executable, "-c", NEXT_PROCESS], folder, SPANGRAD_STORE=hub_url) as process:
             assert process.wait(90) == 0, (folder / "log").read_text()
-    assert not [path for folder in folders for path in folder.rglob("*.seg")]
+    assert not [path for folder in folders for path in waiting_in(folder)]
     return len(left)
 
 
-def check_calls(agents: list[Agent], calls: list[ModelCall]) -> list[int]:
-    """Each finished call is there, once. Returns how many ms before SIGKILL the missing ones had ended."""
+def check_calls(agents: list[Agent], calls: list[ModelCall]) -> None:
+    """Each finished call is there, once."""
     by_key = {key_of(list(call.messages)): call for call in calls}
     assert len(by_key) == len(calls)
-    missing: list[int] = []
     for agent in agents:
         finished = agent.calls()
         for key, (reply, time_ns) in finished.items():
-            call = by_key.get(key)
-            if call is None:
-                ages = [killed_ns - time_ns for _, killed_ns in agent.killed if killed_ns > time_ns]
-                assert ages and min(ages) < KILL_COSTS_S * 1e9, f"{agent.name} lost {key}"
-                missing.append(min(ages) // 1_000_000)
-                continue
+            ages_ns = [killed_ns - time_ns for _, killed_ns in agent.killed]
+            assert key in by_key, f"{agent.name} lost {key}, which had ended {ages_ns} ns before SIGKILLs"
+            call = by_key[key]
             assert call.rollout_id is not None and key.startswith(call.rollout_id)
             assert_same_reply(call, reply)
             if agent.name.endswith("gateway") and call.error is None and reply.get("is_whole", True):
@@ -251,7 +248,6 @@ def check_calls(agents: list[Agent], calls: list[ModelCall]) -> list[int]:
             if call.rollout_id in cut_short:
                 continue
             assert key in finished or not key.startswith(f"{agent.name}-"), key
-    return sorted(missing)
 
 
 def test_no_call_is_lost_or_doubled_and_no_result_changes_while_hub_and_agents_are_killed(
@@ -291,9 +287,9 @@ def test_no_call_is_lost_or_doubled_and_no_result_changes_while_hub_and_agents_a
         calls = calls_of(store)
         told = Counter((span.scope, key) for span in store.spans() if (key := key_of_span(span)))
     assert set(told.values()) == {1}
-    missing = check_calls(agents, calls)
+    check_calls(agents, calls)
     with capsys.disabled():
         print(
             f"\nchaos: {SECONDS:.0f} s, seed {SEED}, {dict(sorted(done.items()))}: {len(calls)} calls, "
-            f"{left} folders with spans of dead processes; before SIGKILL missing: {missing} ms"
+            f"{left} folders with spans of dead processes"
         )
