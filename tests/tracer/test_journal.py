@@ -145,6 +145,19 @@ def test_nobody_recovers_what_its_owner_holds_and_a_child_has_its_own(tmp_path: 
     assert written(tmp_path) == [b"parent"]
 
 
+def test_nobody_but_the_user_who_wrote_it_recovers_a_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = journal(tmp_path)
+    kept.append(b"one")
+    (tmp_path / "dead.journal").write_bytes(file_of(tmp_path).read_bytes())
+    kept.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert recover(Spool(tmp_path)) == 0
+    assert recover(Spool(tmp_path)) == 1
+
+
 @pytest.mark.parametrize(
     "harm",
     [
