@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import pytest
+
 from spangrad.tracer import conventions as c
 from spangrad.tracer.wire.chat import response_attributes
 from spangrad.tracer.wire.streams import assemble_chat, events
@@ -39,6 +41,22 @@ def test_ids_of_chunks_without_text_count() -> None:
     (only,) = assembled.body["choices"]
     assert only["token_ids"] == [1, 2, 3, 4, 5]
     assert only["message"] == {"content": "a", "reasoning": "hm"}
+
+
+@pytest.mark.parametrize(
+    "lost", [{"delta": {"content": "b"}}, {"delta": {"tool_calls": [{"index": 0}]}}, {"text": "b"}]
+)
+def test_ids_are_left_out_if_a_chunk_with_text_lost_its_own(lost: dict[str, Any]) -> None:
+    body = sse(
+        choice(delta={"content": "a"}, token_ids=[1]),
+        choice(**lost),
+        choice(delta={"content": ""}),  # nothing was sampled for it
+        choice(finish="stop", token_ids=[3]),
+    )
+    dropped: dict[str, str] = {}
+    attributes = response_attributes(assemble_chat(body, 1).body, dropped)
+    assert c.SAMPLED_TOKEN_IDS not in attributes
+    assert dropped[c.SAMPLED_TOKEN_IDS] == "1 chunks with text came without token ids"
 
 
 def test_a_stream_is_complete_only_if_every_choice_asked_for_has_ended() -> None:

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from spangrad.tracer.wire.tokens import logprobs_of
+from spangrad.tracer.wire.tokens import ID_GAPS, logprobs_of
+
+_SAMPLED = ("content", "reasoning", "reasoning_content", "refusal", "tool_calls", "function_call")
 
 
 @dataclass(slots=True)
@@ -92,6 +94,8 @@ def _add_choice(choice: dict[str, Any], update: dict[str, Any]) -> None:
         token_ids = (update.get("provider_specific_fields") or {}).get("token_ids")
     if token_ids is not None:
         choice.setdefault("token_ids", []).extend(token_ids)
+    elif _has_text(update):
+        choice[ID_GAPS] = choice.get(ID_GAPS, 0) + 1
     if update.get("prompt_token_ids") is not None:
         choice["prompt_token_ids"] = update["prompt_token_ids"]
     block = update.get("logprobs") or {}
@@ -103,6 +107,12 @@ def _add_choice(choice: dict[str, Any], update: dict[str, Any]) -> None:
         merged = choice.setdefault("logprobs", {"tokens": [], "token_logprobs": []})
         merged["tokens"].extend(tokens)
         merged["token_logprobs"].extend(values)
+
+
+def _has_text(update: dict[str, Any]) -> bool:
+    """Whether a chunk shows something that was sampled."""
+    delta = update.get("delta") or {}
+    return bool(update.get("text")) or any(delta.get(key) for key in _SAMPLED)
 
 
 def _add_delta(choice: dict[str, Any], delta: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ from spangrad.tracer import conventions as c
 
 NO_LOGPROB = -9999.0
 """vLLM's value for a token that has no logprob."""
+ID_GAPS = "spangrad_chunks_without_ids"
+"""Key of a streamed choice: how many of its chunks had text and no ids."""
 _ID_TOKEN = "token_id:"
 
 
@@ -32,7 +34,10 @@ def token_attributes(
     problem = _count_problem(response, choices, ids)
     for index, (choice, found) in enumerate(zip(choices, ids, strict=True)):
         name = c.choice_key(c.SAMPLED_TOKEN_IDS, index)
-        if found and problem is not None:
+        gaps = choice.get(ID_GAPS) if choice.get("token_ids") is not None else None
+        if found and gaps:
+            dropped[name] = f"{gaps} chunks with text came without token ids"
+        elif found and problem is not None:
             dropped[name] = problem
         elif found:
             _pack(attributes, name, found, dropped)
