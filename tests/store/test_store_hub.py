@@ -453,6 +453,7 @@ class Foreign(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body, kind = self.answer
+        self.rfile.read(int(self.headers.get("content-length", 0)))  # else closing resets the connection
         self.send_response(200)
         self.send_header("content-type", kind)
         self.send_header("content-length", str(len(body)))
