@@ -28,9 +28,9 @@ from spangrad.tracer import blind_spots
 from spangrad.tracer import conventions as c
 from spangrad.tracer.calls import MAX_RESPONSE_BYTES, ROUTES, RawCall
 from spangrad.tracer.current import current_rollout, rollout_attributes
-from spangrad.tracer.exporter import Periodically
 from spangrad.tracer.hooks import when_imported
 from spangrad.tracer.hops import take_back, tell
+from spangrad.tracer.periodically import Periodically
 from spangrad.tracer.propagation import header_value, traceparent
 from spangrad.tracer.runtime import Runtime, active
 from spangrad.tracer.structure.place import place_of_call

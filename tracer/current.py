@@ -30,7 +30,7 @@ from opentelemetry.trace import SpanContext, Status, StatusCode
 from spangrad.tracer import children
 from spangrad.tracer import conventions as c
 from spangrad.tracer.carried import carry
-from spangrad.tracer.exporter import Periodically
+from spangrad.tracer.periodically import Periodically
 from spangrad.tracer.propagation import parse_traceparent, traceparent
 from spangrad.tracer.runtime import active
 

@@ -35,6 +35,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from spangrad.errors import ConfigError
 from spangrad.tracer.journal import recover
 from spangrad.tracer.otlp import encode_request, encode_span
+from spangrad.tracer.periodically import Periodically
 from spangrad.tracer.spool import Spool
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,6 @@ _RETRY_LATER = frozenset({401, 403, 404, 408, 425, 429})
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 _FLUSH_RETRY_S = 0.25
-_LOG_EVERY_S = 30.0
 _UNDELIVERED = (OSError, http.client.HTTPException, ValueError)
 """ValueError: of a key, host or port that `http.client` won't send to."""
 
@@ -148,7 +148,35 @@ class OtherExporter(Exporter):
         self._exporter.shutdown()
 
 
-class SpoolExporter(Exporter):
+class _WithSpool(Exporter):
+    """Keeps batches in a spool, all of them or those that it can't deliver."""
+
+    spool: Spool
+
+    @property
+    def folder(self) -> Path:
+        """The spool's."""
+        return self.spool.directory
+
+    def recover(self) -> None:
+        """Into the spool, so that journals of killed processes don't add up."""
+        recover(self.spool)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Deliver a batch, or keep it on disk."""
+        good = all([self.export_request(request) for request in encode(spans)])
+        return SpanExportResult.SUCCESS if good else SpanExportResult.FAILURE
+
+    def export_request(self, request: bytes) -> bool:
+        """Deliver or keep one encoded request. Returns False if it is lost."""
+        raise NotImplementedError
+
+    def shutdown(self) -> None:
+        """Close the spool's file."""
+        self.spool.close()
+
+
+class SpoolExporter(_WithSpool):
     """Writes batches into the spool of a store's file; the store takes them from there."""
 
     def __init__(self, store_path: str | os.PathLike[str]) -> None:
@@ -161,19 +189,6 @@ class SpoolExporter(Exporter):
     def dropped(self) -> int:
         """Batches that could not be kept."""
         return self.spool.dropped
-
-    @property
-    def folder(self) -> Path:
-        """The spool's."""
-        return self.spool.directory
-
-    def recover(self) -> None:
-        """So that journals of killed processes don't add up before the store's file is opened."""
-        recover(self.spool)
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Write a batch to disk."""
-        return _result(all([self.export_request(request) for request in encode(spans)]))
 
     def export_request(self, request: bytes) -> bool:
         """Write one encoded request to disk."""
@@ -192,12 +207,8 @@ class SpoolExporter(Exporter):
         """True: what is on disk has arrived."""
         return True
 
-    def shutdown(self) -> None:
-        """Close the file."""
-        self.spool.close()
 
-
-class HubExporter(Exporter):
+class HubExporter(_WithSpool):
     """Posts batches to a hub's `/v1/traces`; what it can't deliver waits on disk."""
 
     def __init__(
@@ -247,11 +258,6 @@ class HubExporter(Exporter):
         return self.spool.dropped + self.rejected
 
     @property
-    def folder(self) -> Path:
-        """The spool's."""
-        return self.spool.directory
-
-    @property
     def is_waiting(self) -> bool:
         """Whether something waits on disk for the hub, also what other processes left there."""
         return self.spool.size_bytes() > 0
@@ -260,10 +266,6 @@ class HubExporter(Exporter):
     def waiting(self) -> int:
         """How many spans of this process wait on disk, or 1 if only others' do. Exact once it is 0."""
         return max(1, self._spooled) if self.is_waiting else 0
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Deliver a batch, or keep it on disk."""
-        return _result(all([self.export_request(request) for request in encode(spans)]))
 
     def export_request(self, request: bytes) -> bool:
         """Deliver one encoded request, or keep it on disk. Returns False if it is lost."""
@@ -306,10 +308,6 @@ class HubExporter(Exporter):
         finally:
             lock.release()
 
-    def recover(self) -> None:
-        """Put what killed processes have left beside the spool into it."""
-        recover(self.spool)
-
     def close_soon(self, within_s: float) -> None:
         """The process is about to end: drain no more, and after `within_s` put batches on disk at once."""
         self._closing_at = time.monotonic() + within_s
@@ -335,10 +333,6 @@ class HubExporter(Exporter):
             if self.is_waiting:
                 time.sleep(min(left, _FLUSH_RETRY_S))
         return True
-
-    def shutdown(self) -> None:
-        """Close the spool's file."""
-        self.spool.close()
 
     @property
     def _is_closing(self) -> bool:
@@ -423,26 +417,6 @@ class HubExporter(Exporter):
             logger.warning(
                 "hub %s does not take spans (%s); they wait in %r", self.url, error, str(self.spool.directory)
             )
-
-
-class Periodically:
-    """Says at most once in 30 s that it is time to log."""
-
-    def __init__(self) -> None:
-        """The first time is due."""
-        self._next = float("-inf")
-
-    def due(self) -> bool:
-        """Whether the last time was long enough ago."""
-        now = time.monotonic()
-        if now < self._next:
-            return False
-        self._next = now + _LOG_EVERY_S
-        return True
-
-
-def _result(good: bool) -> SpanExportResult:
-    return SpanExportResult.SUCCESS if good else SpanExportResult.FAILURE
 
 
 def _span_count(request: bytes) -> int:

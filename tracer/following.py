@@ -27,9 +27,9 @@ from typing import Any
 
 from spangrad.tracer import carried
 from spangrad.tracer.carried import Carried
-from spangrad.tracer.exporter import Periodically
 from spangrad.tracer.hooks import when_imported
 from spangrad.tracer.patching import Patches
+from spangrad.tracer.periodically import Periodically
 from spangrad.tracer.runtime import active
 
 logger = logging.getLogger(__name__)

@@ -25,9 +25,9 @@ from spangrad.tracer.current import (
     leave,
     open_rollout_of,
 )
-from spangrad.tracer.exporter import Periodically
 from spangrad.tracer.hooks import when_imported
 from spangrad.tracer.patching import Patches
+from spangrad.tracer.periodically import Periodically
 from spangrad.tracer.propagation import Destinations, header_value, parse_traceparent, traceparent
 
 logger = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from spangrad.tracer import carried, following
-from spangrad.tracer.exporter import Periodically
 from spangrad.tracer.hooks import when_imported
 from spangrad.tracer.patching import Patches
+from spangrad.tracer.periodically import Periodically
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from opentelemetry.util.types import AttributeValue
 
 from spangrad.errors import ConfigError
 from spangrad.tracer import conventions as c
-from spangrad.tracer.exporter import Periodically
+from spangrad.tracer.periodically import Periodically
 
 logger = logging.getLogger(__name__)
 

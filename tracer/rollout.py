@@ -35,7 +35,7 @@ from spangrad.tracer.current import (
     open_rollout,
     rollout_attributes,
 )
-from spangrad.tracer.exporter import Periodically
+from spangrad.tracer.periodically import Periodically
 from spangrad.tracer.runtime import Runtime, active
 from spangrad.tracer.wrapping import wrap
 

@@ -19,8 +19,9 @@ from typing import Generic, Protocol, TypeVar
 
 from opentelemetry.sdk.trace import ReadableSpan
 
-from spangrad.tracer.exporter import Exporter, Periodically
+from spangrad.tracer.exporter import Exporter
 from spangrad.tracer.journal import Journal
+from spangrad.tracer.periodically import Periodically
 
 logger = logging.getLogger(__name__)
 

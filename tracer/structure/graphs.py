@@ -23,8 +23,8 @@ from uuid import UUID
 
 from spangrad.tracer import conventions as c
 from spangrad.tracer.current import current_rollout, rollout_attributes
-from spangrad.tracer.exporter import Periodically
 from spangrad.tracer.hooks import when_imported
+from spangrad.tracer.periodically import Periodically
 from spangrad.tracer.runtime import Runtime, active
 from spangrad.tracer.steps import AGENT, STEP, named
 from spangrad.tracer.structure.place import MARKS, RETRIEVAL, Run, forget, parent_of, remember, run

@@ -28,7 +28,7 @@ from opentelemetry.sdk.trace import Event
 from spangrad.tracer import conventions as c
 from spangrad.tracer.current import ENVIRONMENT, current_rollout, reward_attributes, rollout_attributes
 from spangrad.tracer.current import reward as rollout_reward
-from spangrad.tracer.exporter import Periodically
+from spangrad.tracer.periodically import Periodically
 from spangrad.tracer.runtime import Runtime, active
 from spangrad.tracer.steps import current_config
 from spangrad.tracer.structure.place import MARKS, Marks, Scope, current_run, is_same, parent_of, run
