@@ -32,7 +32,7 @@ from spangrad.tracer import conventions as c
 from spangrad.tracer.carried import carry
 from spangrad.tracer.periodically import Periodically
 from spangrad.tracer.propagation import parse_traceparent, traceparent
-from spangrad.tracer.runtime import active
+from spangrad.tracer.runtime import Runtime, active
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +174,15 @@ def reward(value: float, *, name: str = "reward", explanation: str | None = None
             logger.warning("spangrad.reward(%r) outside of any rollout has no effect", value)
         return
     rollout.reward(value, name=name, explanation=explanation)
+
+
+def started_runtime() -> Runtime | None:
+    """The tracer of this process; under `spangrad run` it is set up when it is first needed."""
+    if active() is None and ENVIRONMENT in os.environ:
+        from spangrad.tracer import setup
+
+        setup.init()
+    return active()
 
 
 def rollout_attributes(rollout: Rollout) -> dict[str, Any]:

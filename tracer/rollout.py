@@ -25,7 +25,6 @@ from opentelemetry.trace import Status, StatusCode
 
 from spangrad.tracer import conventions as c
 from spangrad.tracer.current import (
-    ENVIRONMENT,
     Rollout,
     close_rollout,
     enclosing_rollout,
@@ -34,9 +33,11 @@ from spangrad.tracer.current import (
     leave,
     open_rollout,
     rollout_attributes,
+    started_runtime,
 )
 from spangrad.tracer.periodically import Periodically
-from spangrad.tracer.runtime import Runtime, active
+from spangrad.tracer.runtime import Runtime
+from spangrad.tracer.structure.spans import type_name
 from spangrad.tracer.wrapping import wrap
 
 logger = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ class _Run:
         self._before: Rollout | None = None
         self._span: Span | None = None
         try:
-            runtime = active() or _started_by_launcher()
+            runtime = started_runtime()
             if runtime is not None:
                 self._start(runtime, name)
             elif _said.due():
@@ -189,26 +190,12 @@ class _Run:
             open_rollout(rollout)
 
 
-def _started_by_launcher() -> Runtime | None:
-    """Under `spangrad run` the tracer is set up when it is first needed."""
-    if ENVIRONMENT in os.environ:
-        from spangrad.tracer import setup
-
-        setup.init()
-    return active()
-
-
 def _record_error(span: Span, error: BaseException) -> None:
     """Record an error, first what its own `__str__` can't prevent."""
-    span.set_attribute(c.ERROR_TYPE, _type_name(error))
+    span.set_attribute(c.ERROR_TYPE, type_name(error))
     span.set_status(Status(StatusCode.ERROR))
     span.set_status(Status(StatusCode.ERROR, c.storable(str(error))[:500]))
     span.record_exception(error, _storable_parts(error))
-
-
-def _type_name(error: BaseException) -> str:
-    kind = type(error)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _storable_parts(error: BaseException) -> dict[str, str]:

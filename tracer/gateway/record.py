@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spangrad.tracer import conventions as names
-from spangrad.tracer.gateway.reply import NO_LOGPROB, Reply, ReplyChoice
+from spangrad.tracer.gateway.reply import Reply, ReplyChoice
 from spangrad.tracer.gateway.rewrite import Route
 from spangrad.tracer.wire import chat
 from spangrad.tracer.wire.constraints import is_constrained
 from spangrad.tracer.wire.messages import output_message
+from spangrad.tracer.wire.tokens import NO_LOGPROB, count_problem
 
 
 def choice_count(body: Any) -> int:
@@ -83,7 +84,10 @@ def _add_tokens(attributes: dict[str, Any], reply: Reply, body: Any, version: in
         dropped["prompt_token_ids"] = "the engine sent none"
     else:
         attributes[names.PROMPT_TOKEN_IDS] = names.pack_ints(reply.prompt_token_ids)
-    sum_problem = _count_problem(reply)
+    told = (reply.usage or {}).get("completion_tokens")
+    is_finished = all(choice.finish_reason is not None for choice in reply.choices.values())
+    ids = [choice.token_ids for choice in reply.choices.values()]
+    sum_problem = count_problem(told, ids) if is_finished else None
     for index, choice in sorted(reply.choices.items()):
         if choice.token_ids is None:
             dropped[names.choice_key("sampled_token_ids", index)] = "the engine sent none"
@@ -102,18 +106,6 @@ def _add_tokens(attributes: dict[str, Any], reply: Reply, body: Any, version: in
             packed = names.pack_floats(logprobs)
             attributes[names.choice_key(names.SAMPLED_LOGPROBS, index)] = packed
     return dropped
-
-
-def _count_problem(reply: Reply) -> str | None:
-    """Why the ids of a reply can't be all that was sampled."""
-    told = (reply.usage or {}).get("completion_tokens")
-    ids = [choice.token_ids for choice in reply.choices.values()]
-    if not isinstance(told, int) or any(token_ids is None for token_ids in ids):
-        return None
-    if any(choice.finish_reason is None for choice in reply.choices.values()):
-        return None  # usage of an unfinished stream is a running count
-    seen = sum(len(token_ids or ()) for token_ids in ids)
-    return None if seen == told else f"{seen} token ids came, usage counts {told}"
 
 
 def _length_problem(token_ids: Sequence[int], logprobs: Sequence[float] | None) -> str | None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-NO_LOGPROB = -9999.0
-"""vLLM's value for a token that has no logprob."""
+from spangrad.tracer.wire.tokens import NO_LOGPROB
+
 TEXT_FIELDS = ("content", "refusal", "reasoning", "reasoning_content")
 
 

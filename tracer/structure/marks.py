@@ -18,7 +18,6 @@ import inspect
 import itertools
 import json
 import logging
-import os
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -26,10 +25,10 @@ from typing import Any, Literal, TypeVar, overload
 from opentelemetry.sdk.trace import Event
 
 from spangrad.tracer import conventions as c
-from spangrad.tracer.current import ENVIRONMENT, current_rollout, reward_attributes, rollout_attributes
+from spangrad.tracer.current import current_rollout, reward_attributes, rollout_attributes, started_runtime
 from spangrad.tracer.current import reward as rollout_reward
 from spangrad.tracer.periodically import Periodically
-from spangrad.tracer.runtime import Runtime, active
+from spangrad.tracer.runtime import Runtime
 from spangrad.tracer.steps import current_config
 from spangrad.tracer.structure.place import MARKS, Marks, Scope, current_run, is_same, parent_of, run
 from spangrad.tracer.structure.spans import OpenSpan, begin_span
@@ -368,15 +367,11 @@ def _key_text(key: object) -> str | None:
 
 def _runtime() -> Runtime | None:
     global _said_not_set_up
-    runtime = active()
-    if runtime is None and ENVIRONMENT in os.environ:  # under `spangrad run` it is set up when first needed
-        from spangrad.tracer import setup
-
-        try:
-            setup.init()
-        except Exception:  # the boundary: the agent must run
-            _log_failure()
-        runtime = active()
+    try:
+        runtime = started_runtime()
+    except Exception:  # the boundary: the agent must run
+        _log_failure()
+        runtime = None
     if runtime is None and not _said_not_set_up:
         _said_not_set_up = True
         logger.warning("spangrad's marks have no effect before spangrad.init()")

@@ -31,7 +31,9 @@ def token_attributes(
     if prompt:
         _pack(attributes, c.PROMPT_TOKEN_IDS, prompt, dropped)
     ids = [_ids(choice) for choice in choices]
-    problem = _count_problem(response, choices, ids)
+    told = (response.get("usage") or {}).get("completion_tokens")
+    is_finished = all(choice.get("finish_reason") for choice in choices)
+    problem = count_problem(told, ids) if is_finished else None
     for index, (choice, found) in enumerate(zip(choices, ids, strict=True)):
         name = c.choice_key(c.SAMPLED_TOKEN_IDS, index)
         gaps = choice.get(ID_GAPS) if choice.get("token_ids") is not None else None
@@ -100,15 +102,13 @@ def _ids_in(tokens: Sequence[Any]) -> list[int] | None:
     return ids if len(ids) == len(tokens) else None
 
 
-def _count_problem(
-    response: Mapping[str, Any], choices: Sequence[Mapping[str, Any]], ids: Sequence[Any]
-) -> str | None:
-    """Why the ids of a response can't be what was sampled."""
-    told = (response.get("usage") or {}).get("completion_tokens")
+def count_problem(told: Any, ids: Sequence[Any]) -> str | None:
+    """Why the ids of all choices can't be what was sampled, if usage counts `told` completion tokens.
+
+    Not for an unfinished stream, whose usage is a running count.
+    """
     if not isinstance(told, int) or not all(isinstance(found, list) for found in ids):
         return None
-    if any(not choice.get("finish_reason") for choice in choices):
-        return None  # usage of an unfinished stream is a running count
     seen = sum(len(found) for found in ids)
     return None if seen == told else f"{seen} token ids came, usage counts {told}"
 
