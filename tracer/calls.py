@@ -13,11 +13,10 @@ Invariants:
 * A reply that a cache says to have served is marked: nothing was sampled.
 * Of what a server or a gateway puts into headers nothing is recorded; keys that it repeats in an error are
   blanked.
-* A span is at most `MAX_SPAN_BYTES` long: what makes it longer is left out and named.
+* A span is at most `span_size.MAX_SPAN_BYTES` long: what makes it longer is left out and named.
 """
 
 import importlib
-import json
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,14 +25,16 @@ from typing import Any
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from spangrad.tracer import conventions as c
 from spangrad.tracer.redaction import secrets
+from spangrad.tracer.span_size import cut, shorten
 from spangrad.tracer.wire import chat
 from spangrad.tracer.wire.anthropic import assemble_messages, messages_request, messages_response
 from spangrad.tracer.wire.caching import is_served_by_cache
 from spangrad.tracer.wire.embeddings import embeddings_request, embeddings_response
+from spangrad.tracer.wire.fast_json import loads
 from spangrad.tracer.wire.repeated import Reader
 from spangrad.tracer.wire.responses import assemble_responses, responses_request, responses_response
 from spangrad.tracer.wire.streams import Assembled, assemble_chat
@@ -42,16 +43,16 @@ MAX_RESPONSE_BYTES = 64 * 2**20
 """A longer response, compressed or not, is passed on as ever, but not kept."""
 _PIECE_BYTES = 16 * 2**10
 """Compressed bytes that are decoded at once: they may stand for a thousand times as many."""
-MAX_SPAN_BYTES = 32 * 2**20
-"""Half of what a hub takes in one request."""
 _MESSAGE_CHARS = 500
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 @dataclass(slots=True)
 class RawCall:
     """One HTTP attempt. Times are nanoseconds since the epoch."""
 
-    context: SpanContext
+    trace_id: int
+    span_id: int
     parent: SpanContext | None
     start_ns: int
     route: str
@@ -74,6 +75,11 @@ class RawCall:
     """The client read the whole body."""
     error_type: str | None = None
     """Class of the exception that ended the exchange."""
+
+    @property
+    def context(self) -> SpanContext:
+        """Ids of the span. Making one takes the time of a system call, so the calling thread does not."""
+        return SpanContext(self.trace_id, self.span_id, is_remote=False, trace_flags=_SAMPLED)
 
     @property
     def size_bytes(self) -> int:
@@ -160,7 +166,7 @@ def span_of(
     status = _response(call, route, request, attributes, dropped)
     if call.response_headers is not None and is_served_by_cache(list(call.response_headers.items())):
         attributes[c.CACHED] = True
-    _shorten(attributes, dropped)
+    shorten(attributes, dropped)
     if dropped:
         attributes[c.DROPPED] = chat.dumps(dropped)
     return ReadableSpan(
@@ -218,7 +224,7 @@ def _response(
             if streamed:
                 error = _streamed(route, body, request, attributes, dropped)
             else:
-                decoded = json.loads(body)
+                decoded = loads(body)
                 error = decoded.get("error") if isinstance(decoded.get("error"), dict) else None
                 attributes.update(route.response(decoded, dropped, request))
         except Exception as problem:  # foreign data: whatever it is, the span must come out
@@ -253,22 +259,7 @@ def _streamed(
 
 def _failure(attributes: dict[str, Any], error_type: str, message: str) -> Status:
     attributes[c.ERROR_TYPE] = error_type
-    return Status(StatusCode.ERROR, secrets(message)[:_MESSAGE_CHARS] or None)
-
-
-def _shorten(attributes: dict[str, Any], dropped: dict[str, str]) -> None:
-    """Leave out the longest attributes of a span that no hub would take."""
-    texts = {name: value for name, value in attributes.items() if isinstance(value, str | bytes)}
-    if 4 * sum(map(len, texts.values())) <= MAX_SPAN_BYTES:
-        return
-    sizes = {
-        name: len(value.encode("utf-8", "replace")) if isinstance(value, str) else len(value)
-        for name, value in texts.items()
-    }
-    while (total := sum(sizes.values())) > MAX_SPAN_BYTES:
-        longest = max(sizes, key=lambda name: sizes[name])
-        del attributes[longest]
-        dropped[longest] = f"too long: {sizes.pop(longest)} of {total} bytes; a span holds {MAX_SPAN_BYTES}"
+    return Status(StatusCode.ERROR, cut(secrets(message), _MESSAGE_CHARS) or None)
 
 
 def _body(call: RawCall, dropped: dict[str, str]) -> bytes:

@@ -29,9 +29,10 @@ from spangrad.tracer import conventions as c
 from spangrad.tracer.calls import MAX_RESPONSE_BYTES, ROUTES, RawCall
 from spangrad.tracer.current import current_rollout, rollout_attributes
 from spangrad.tracer.hooks import when_imported
-from spangrad.tracer.hops import take_back, tell
+from spangrad.tracer.hops import send_with, tell
+from spangrad.tracer.patching import Patches
 from spangrad.tracer.periodically import Periodically
-from spangrad.tracer.propagation import header_value, traceparent
+from spangrad.tracer.propagation import header_value
 from spangrad.tracer.runtime import Runtime, active
 from spangrad.tracer.structure.place import place_of_call
 from spangrad.tracer.wire.caching import HEADERS
@@ -47,7 +48,7 @@ _TARGETS = {
 _SUFFIXES = {("/" + route).encode(): route for route in sorted(ROUTES, key=len, reverse=True)}
 _MARK = "_spangrad_recorded"
 _TOLD = tuple(
-    (name, header, header.encode())
+    (name, header.encode())
     for name, header in (
         (c.STEP_NAME, c.HEADER_STEP),
         (c.STATE_KEY, c.HEADER_STATE),
@@ -57,8 +58,9 @@ _TOLD = tuple(
 _RETRY_HEADER = b"x-stainless-retry-count"
 _PURPOSE_HEADER = c.HEADER_PURPOSE.encode()
 _ROLLOUT_HEADER = c.HEADER_ROLLOUT.encode()
+_ATTEMPT_HEADER = c.HEADER_ATTEMPT.encode()
 
-_originals: dict[tuple[type, str], Any] = {}
+_patches = Patches()
 _said = Periodically()
 _open_calls: set["_Call"] = set()
 """Calls in progress. Each is in here until it ends: whoever takes it out may end it, and nobody else."""
@@ -66,6 +68,7 @@ _open_calls: set["_Call"] = set()
 
 def install() -> None:
     """Patch the transports that are imported, and those that will be."""
+    _patches.is_on = True
     for module in _TARGETS:
         when_imported(module, _patch)
     blind_spots.watch_clients()
@@ -73,10 +76,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Restore every method that still is ours."""
-    for (owner, name), original in list(_originals.items()):
-        if getattr(vars(owner).get(name), "__wrapped__", None) is original:
-            setattr(owner, name, original)
-            del _originals[owner, name]
+    _patches.undo()
 
 
 def end_open_calls() -> None:
@@ -111,56 +111,53 @@ def _patch(module: ModuleType) -> None:
         blind_spots.tell(spot)
     for class_name, method in _TARGETS[module.__name__]:
         owner, original = _target(module, class_name, method)
-        if owner is None or original is None or (owner, method) in _originals:
+        if owner is None or original is None:
             continue
         is_async = method == "handle_async_request"
         tee = _tee_class(owner, is_async=is_async)
-        _originals[owner, method] = original
-        setattr(owner, method, (_async_wrapper if is_async else _wrapper)(original, tee))
+        make = _async_wrapper if is_async else _wrapper
+        _patches.replace(owner, method, functools.partial(make, tee=tee), as_made=True)
 
 
 def _wrapper(original: Callable[..., Any], tee: type) -> Callable[..., Any]:
-    @functools.wraps(original)
     def handle_request(self: Any, request: Any) -> Any:
-        call = _begin(request)
-        if call is None:
+        sent = _begin(request)
+        if sent is None:
             return original(self, request)
         try:
             response = original(self, request)
         except BaseException as error:
-            _fail(call, request, error)
+            sent.failed(request, error)
             raise
-        return _watch(call, request, response, tee)
+        return sent.answered(request, response, tee)
 
     return handle_request
 
 
 def _async_wrapper(original: Callable[..., Any], tee: type) -> Callable[..., Any]:
-    @functools.wraps(original)
     async def handle_async_request(self: Any, request: Any) -> Any:
-        call = _begin(request)
-        if call is None:
+        sent = _begin(request)
+        if sent is None:
             return await original(self, request)
         try:
             response = await original(self, request)
         except BaseException as error:
-            _fail(call, request, error)
+            sent.failed(request, error)
             raise
-        return _watch(call, request, response, tee)
+        return sent.answered(request, response, tee)
 
     return handle_async_request
 
 
-def _begin(request: Any) -> "_Call | None":
+def _begin(request: Any) -> "_Call | _Told | None":
     try:
         runtime = active()
         if runtime is None or hasattr(request, _MARK):
             return None
-        take_back(request)
         route = _route(request.url.raw_path) if request.method == "POST" else None
         if route is None:
-            tell(request, runtime.destinations)
-            return None
+            own = tell(request, runtime.destinations)
+            return None if own is None else _Told(own)
         return _Call(runtime, request, route)
     except Exception:
         _log_failure()
@@ -173,30 +170,6 @@ def _route(target: bytes) -> str | None:
     return next((route for ending, route in _SUFFIXES.items() if path.endswith(ending)), None)
 
 
-def _fail(call: "_Call", request: Any, error: BaseException) -> None:
-    call.put_back(request)
-    call.end(error)
-
-
-def _watch(call: "_Call", request: Any, response: Any, tee: type) -> Any:
-    call.put_back(request)
-    try:
-        raw = call.raw
-        raw.status_code = response.status_code
-        got = _by_name(response.headers)
-        raw.content_type = got.get(b"content-type", b"").decode("latin-1")
-        raw.content_encoding = got.get(b"content-encoding", b"").decode("latin-1")
-        if not HEADERS.isdisjoint(got):
-            raw.response_headers = {
-                name.decode(): got[name].decode("latin-1") for name in HEADERS.intersection(got)
-            }
-        response.stream = tee(response.stream, call)
-    except Exception:
-        _log_failure()
-        call.end()
-    return response
-
-
 def _by_name(headers: Any) -> dict[bytes, bytes]:
     """Headers for several look-ups: each one in httpx's own object goes through them all."""
     return {name.lower(): value for name, value in headers.raw}
@@ -207,18 +180,35 @@ def _log_failure() -> None:
         logger.warning("a model call could not be recorded", exc_info=True)
 
 
+class _Told:
+    """A request that is no model call and names the rollout."""
+
+    __slots__ = ("_own",)
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def failed(self, request: Any, error: BaseException) -> None:
+        request.headers = self._own
+
+    def answered(self, request: Any, response: Any, tee: type) -> Any:
+        request.headers = self._own
+        return response
+
+
 class _Call:
     """A call in progress."""
 
-    __slots__ = ("_headers", "_runtime", "raw")
+    __slots__ = ("_own", "_runtime", "raw")
 
     def __init__(self, runtime: Runtime, request: Any, route: str) -> None:
         self._runtime = runtime
-        self._headers: Any = None
-        """The request's own, if it is sent with others."""
+        self._own: Any = None
+        """The request's own headers, if it is sent with others."""
         rollout = current_rollout()
         parent, place = place_of_call(rollout)
-        sent = _by_name(request.headers)
+        headers = request.headers.raw
+        sent = {name.lower(): value for name, value in headers}
         attributes: dict[str, Any] = place if rollout is None else rollout_attributes(rollout) | place
         retries = sent.get(_RETRY_HEADER, b"0")
         if retries != b"0" and retries.isdigit():
@@ -228,8 +218,10 @@ class _Call:
             attributes[c.PURPOSE] = purpose.decode("latin-1")
         url = request.url
         host = url.host
+        trace_id, span_id = runtime.new_ids(parent)
         self.raw = RawCall(
-            context=runtime.new_context(parent),
+            trace_id=trace_id,
+            span_id=span_id,
             parent=parent,
             start_ns=time.time_ns(),
             route=route,
@@ -239,18 +231,39 @@ class _Call:
             attributes=attributes,
         )
         if runtime.destinations.allow(host):
-            headers = request.headers.copy()
-            for name, value in self._told(sent, attributes).items():
-                headers[name] = value
-            self._headers, request.headers = request.headers, headers
+            headers += self._told(sent, attributes)
+            self._own = send_with(request, headers)
         setattr(request, _MARK, True)
         _open_calls.add(self)
 
-    def put_back(self, request: Any) -> None:
-        """It was sent."""
+    def failed(self, request: Any, error: BaseException) -> None:
+        """It could not be sent, or was not answered."""
+        self._put_back(request)
+        self.end(error)
+
+    def answered(self, request: Any, response: Any, tee: type) -> Any:
+        """The response, whose body is on its way."""
+        self._put_back(request)
+        try:
+            raw = self.raw
+            raw.status_code = response.status_code
+            got = _by_name(response.headers)
+            raw.content_type = got.get(b"content-type", b"").decode("latin-1")
+            raw.content_encoding = got.get(b"content-encoding", b"").decode("latin-1")
+            if not HEADERS.isdisjoint(got):
+                raw.response_headers = {
+                    name.decode(): got[name].decode("latin-1") for name in HEADERS.intersection(got)
+                }
+            response.stream = tee(response.stream, self)
+        except Exception:
+            _log_failure()
+            self.end()
+        return response
+
+    def _put_back(self, request: Any) -> None:
         vars(request).pop(_MARK, None)
-        if self._headers is not None:
-            request.headers = self._headers
+        if self._own is not None:
+            request.headers = self._own
 
     def add(self, part: bytes) -> None:
         raw = self.raw
@@ -285,19 +298,17 @@ class _Call:
         except Exception:
             _log_failure()
 
-    def _told(self, sent: dict[bytes, bytes], attributes: dict[str, Any]) -> dict[str, str]:
+    def _told(self, sent: dict[bytes, bytes], attributes: dict[str, Any]) -> Iterator[tuple[bytes, bytes]]:
         """The headers that tell a server whose call it is; one that the request has is left as it is."""
-        added: dict[str, str] = {}
         if b"traceparent" not in sent:  # the application's own tracing has been here
-            added["traceparent"] = traceparent(self.raw.context)
+            yield b"traceparent", b"00-%032x-%016x-01" % (self.raw.trace_id, self.raw.span_id)
         rollout_id = attributes.get(c.ROLLOUT_ID)
         if rollout_id is not None and _ROLLOUT_HEADER not in sent:
-            added[c.HEADER_ROLLOUT] = header_value(rollout_id)
-            added[c.HEADER_ATTEMPT] = str(attributes[c.ATTEMPT])
-        for name, header, sent_as in _TOLD:
-            if name in attributes and sent_as not in sent:
-                added[header] = header_value(attributes[name])
-        return added
+            yield _ROLLOUT_HEADER, header_value(rollout_id).encode()
+            yield _ATTEMPT_HEADER, b"%d" % attributes[c.ATTEMPT]
+        for name, header in _TOLD:
+            if name in attributes and header not in sent:
+                yield header, header_value(attributes[name]).encode()
 
 
 class _Tee:

@@ -76,6 +76,8 @@ SAMPLED_TOKEN_IDS: Final = "spangrad.sampled_token_ids"  # packed int32, per cho
 SAMPLED_LOGPROBS: Final = "spangrad.sampled_logprobs"  # packed float32, per choice
 POLICY_VERSIONS: Final = "spangrad.policy_versions"  # packed int32, one per sampled token, per choice
 LOGPROBS_MODE: Final = "spangrad.logprobs_mode"  # "processed" or "raw"
+# JSON: what the engine puts in for what a request leaves out, or a text that says why that is unknown
+SAMPLING_DEFAULTS: Final = "spangrad.sampling.defaults"
 CONSTRAINED: Final = (
     "spangrad.call.constrained"  # True: grammar or forced tool choice masked the distribution
 )
@@ -99,6 +101,8 @@ HEADER_ROLLOUT: Final = "x-spangrad-rollout"
 HEADER_ATTEMPT: Final = "x-spangrad-attempt"
 MAX_ATTEMPT: Final = 999_999
 """Highest retry number that is believed of a span or a header; a store counts on in 32 bits."""
+_MAX_DIGITS: Final = 20
+"""Longer texts are not even read as numbers."""
 HEADER_STEP: Final = "x-spangrad-step"
 HEADER_PURPOSE: Final = "x-spangrad-purpose"
 HEADER_STATE: Final = "x-spangrad-state"
@@ -110,6 +114,12 @@ def storable(text: str) -> str:
     if not isinstance(text, str) or text.isascii():
         return text
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def attempt_number(text: str) -> int | None:
+    """`text` as an attempt, or None if it is none."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+    return int(text) if is_number and int(text) <= MAX_ATTEMPT else None
 
 
 def choice_key(name: str, choice: int) -> str:

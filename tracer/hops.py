@@ -3,8 +3,8 @@
     agent  --- x-spangrad-rollout, -attempt, traceparent --->  tool server: `continue_rollout(headers)`
 
 Knows header names and rollouts; it does not know HTTP clients or servers. Invariants:
-* A header that the request has is left as it is; none goes to hosts that may not be told (`propagation.py`),
-  nor does a redirect take one there.
+* A header that the request has is left as it is; none goes to hosts that may not be told (`propagation.py`).
+  A request that is sent has its own headers again, so no redirect takes ours anywhere.
 * Headers come from anybody: values that can't be ours are ignored. The worst that a lie can do is to have
   this server's calls recorded under the wrong rollout; where they are sent is not the headers' to say.
 """
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 MAX_ID_CHARS = 512
 """A longer rollout id in a header is not believed."""
 _TRACEPARENT = "traceparent"
-_OURS = "spangrad_headers"
 _TAKEN = (c.HEADER_ROLLOUT, c.HEADER_ATTEMPT, _TRACEPARENT)
 _said = Periodically()
 _patches = Patches()
@@ -120,8 +119,13 @@ def _served(original: Callable[..., Awaitable[None]]) -> Callable[..., Any]:
     return __call__
 
 
-def tell(request: Any, destinations: Destinations) -> None:
-    """Name the current rollout in a request of httpx's, if its host may be told. Does not raise."""
+def tell(request: Any, destinations: Destinations) -> Any:
+    """Name the current rollout in a request of httpx's, if its host may be told.
+
+    Returns the request's own headers, for `request.headers` once it is sent; None: they are unchanged.
+    Does not raise.
+    """
+    own = None
     try:
         rollout = current_rollout()
         if rollout is not None and destinations.allow(request.url.host):
@@ -132,23 +136,19 @@ def tell(request: Any, destinations: Destinations) -> None:
                 for name, value in _headers_of(rollout).items()
                 if name not in headers and (name == _TRACEPARENT or not named)
             }
-            for name, value in added.items():
-                headers[name] = value
-            remember(request, added)
+            pairs = [(name.encode(), value.encode()) for name, value in added.items()]
+            own = send_with(request, request.headers.raw + pairs) if added else None
     except Exception:  # the boundary: the request must be made
         if _said.due():
             logger.warning("a request could not be told of its rollout", exc_info=True)
+    return own
 
 
-def remember(request: Any, added: Iterable[str]) -> None:
-    """Note which headers of a request are ours: what a redirect makes of it has them, and this note, too."""
-    request.extensions[_OURS] = tuple(added)
-
-
-def take_back(request: Any) -> None:
-    """Undo `tell` for a request that a redirect sends on: another host, another call."""
-    for name in request.extensions.pop(_OURS, ()):
-        request.headers.pop(name, None)
+def send_with(request: Any, headers: list[tuple[bytes, bytes]]) -> Any:
+    """Give a request other headers. Returns its own."""
+    own = request.headers
+    request.headers = type(own)(headers)
+    return own
 
 
 def _headers_of(rollout: Rollout) -> dict[str, str]:
@@ -173,7 +173,7 @@ def _rollout_of(headers: Headers) -> Rollout | None:
         rollout_id = found.get(c.HEADER_ROLLOUT, "")
         if not 0 < len(rollout_id) <= MAX_ID_CHARS or not (rollout_id.isascii() and rollout_id.isprintable()):
             return None
-        attempt = _attempt(found.get(c.HEADER_ATTEMPT, "0"))
+        attempt = c.attempt_number(found.get(c.HEADER_ATTEMPT, "0"))
     except Exception:  # foreign data: whatever it is, the request must be served
         return None
     if attempt is None:
@@ -182,12 +182,6 @@ def _rollout_of(headers: Headers) -> Rollout | None:
     if known is not None:
         return known
     return Rollout(rollout_id, attempt, None, parse_traceparent(found.get(_TRACEPARENT, "")))
-
-
-def _attempt(text: str) -> int | None:
-    if not (text.isascii() and text.isdigit() and len(text) <= len(str(c.MAX_ATTEMPT))):
-        return None
-    return int(text)
 
 
 def _text(value: str | bytes) -> str:

@@ -10,8 +10,9 @@ process has written. Half by half, what was exported makes room: a half is writt
 nothing in it is waiting. Knows files and locks; what a record means is `recovery.py`'s business.
 
 Invariants:
-* `append` neither raises nor waits for a disk to write: one system call, into the page cache. What does not
-  fit is not kept, and counted.
+* `append` neither raises nor waits for a disk to write: it copies into the page cache, by a mapping where
+  the file system keeps the room that it has promised, else by a system call. What does not fit is not kept,
+  and counted.
 * A record counts only if it is whole: its second header is written last. Records of a half have
   consecutive numbers, so an older one behind them is none of them.
 * The owner holds the file's `flock` as long as it lives; whoever gets that lock may recover the file. A child
@@ -26,11 +27,12 @@ import contextlib
 import fcntl
 import json
 import logging
+import mmap
 import os
 import secrets
 import struct
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -39,6 +41,9 @@ from spangrad.tracer.spool import Spool
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 32 * 2**20
+_ALLOCATED_AT_ONCE = 2**20
+_KEEPS_ITS_PROMISE = frozenset({"ext2", "ext3", "ext4", "xfs", "tmpfs"})
+"""File systems where a write into allocated room can't fail: in a mapping that would end the agent."""
 _FORMAT = 1
 _HEADER = struct.Struct("<QII")
 _BESIDE = 2 * _HEADER.size
@@ -76,6 +81,9 @@ class Journal(Generic[T]):
         self._half: int
         self._ends: list[int]
         self._waiting: list[int]
+        self._allocated: list[int]
+        """Bytes of each half for which there is room on the disk."""
+        self._mapped: mmap.mmap | None
         self._fd: int | None = None
         self._own_process()
 
@@ -97,11 +105,14 @@ class Journal(Generic[T]):
                 end = self._ends[half] + whole
             header = _pack(self._number, len(meta), size)
             at = self._starts[half] + end - whole
-            if _pwritev(fd, (header, meta, first, second, header), at) == whole:
-                self._number += 1
-                self._ends[half] = end
-                self._waiting[half] += 1
-                return half
+            if self._mapped is not None and (end <= self._allocated[half] or self._allocate(half, end)):
+                _copy(self._mapped, at, (header, meta, first, second, header))
+            elif _pwritev(fd, (header, meta, first, second, header), at) != whole:
+                raise OSError("the disk is full")
+            self._number += 1
+            self._ends[half] = end
+            self._waiting[half] += 1
+            return half
         except OSError as error:
             if self._fd is None:
                 self._is_closed = True
@@ -137,21 +148,29 @@ class Journal(Generic[T]):
         self._is_closed = True
         if self._fd is not None:
             self._path.unlink(missing_ok=True)
-            os.close(self._fd)
-            self._fd = None
+            self._let_go()
 
     def after_fork_in_child(self) -> None:
         """Leave the parent's file to the parent."""
         if self._fd is not None:
-            os.close(self._fd)  # the lock is the parent's as long as the parent has it open
-            self._fd = None
+            self._let_go()  # the lock is the parent's as long as the parent has it open
         self._own_process()
+
+    def _let_go(self) -> None:
+        assert self._fd is not None
+        if self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None
+        os.close(self._fd)
+        self._fd = None
 
     def _own_process(self) -> None:
         self._number = 1
         self._half = 0
         self._ends = [0, 0]
         self._waiting = [0, 0]
+        self._allocated = [0, 0]
+        self._mapped = None
         self._is_busy = False
 
     def _with_room(self, size: int) -> int:
@@ -184,7 +203,45 @@ class Journal(Generic[T]):
             unnamed.unlink(missing_ok=True)
             raise
         self._fd = fd
+        if _file_system(fd) in _KEEPS_ITS_PROMISE:
+            with contextlib.suppress(OSError, ValueError):  # then it is written by system calls
+                os.truncate(fd, self._starts[1] + self._half_bytes)
+                self._mapped = mmap.mmap(fd, 0)
         return fd
+
+    def _allocate(self, half: int, end: int) -> bool:
+        """Have room on the disk up to `end` of a half. Returns False if the disk is full."""
+        assert self._fd is not None
+        wanted = min(end + _ALLOCATED_AT_ONCE, self._half_bytes)
+        begin = self._allocated[half]
+        try:
+            os.posix_fallocate(self._fd, self._starts[half] + begin, wanted - begin)
+        except OSError:
+            return False
+        self._allocated[half] = wanted
+        return True
+
+
+def _copy(mapped: mmap.mmap, at: int, pieces: Iterable[bytes]) -> None:
+    for piece in pieces:
+        end = at + len(piece)
+        mapped[at:end] = piece
+        at = end
+
+
+def _file_system(fd: int) -> str | None:
+    """Type of the file system that a file is on; None: not known."""
+    device = os.fstat(fd).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    for mount in mounts:
+        fields, _, described = mount.partition(" - ")
+        if fields.split()[2] == wanted:
+            return described.split()[0]
+    return None
 
 
 def recover(spool: Spool) -> int:
@@ -199,7 +256,7 @@ def recover(spool: Spool) -> int:
     return sum(_recover(path, spool) for path in paths)
 
 
-def read(data: bytes) -> tuple[dict[str, Any], list[tuple[bytes, bytes]]]:
+def read(data: bytes | mmap.mmap) -> tuple[dict[str, Any], list[tuple[bytes, bytes]]]:
     """Head, and meta and content of all records, of a journal's bytes. Raises ValueError if it is none."""
     found = _record(data, 0, _HEAD_BYTES)
     if found is None:
@@ -215,7 +272,7 @@ def read(data: bytes) -> tuple[dict[str, Any], list[tuple[bytes, bytes]]]:
     return head, [(meta, content) for _, meta, content in sorted(halves[0] + halves[1])]
 
 
-def _half(data: bytes, start: int, size: int) -> Iterator[tuple[int, bytes, bytes]]:
+def _half(data: bytes | mmap.mmap, start: int, size: int) -> Iterator[tuple[int, bytes, bytes]]:
     at, expected = start, None
     while (found := _record(data, at, start + size)) is not None and expected in (None, found[0]):
         yield found
@@ -223,7 +280,7 @@ def _half(data: bytes, start: int, size: int) -> Iterator[tuple[int, bytes, byte
         at += _BESIDE + len(found[1]) + len(found[2])
 
 
-def _record(data: bytes, at: int, end: int) -> tuple[int, bytes, bytes] | None:
+def _record(data: bytes | mmap.mmap, at: int, end: int) -> tuple[int, bytes, bytes] | None:
     """Number, meta and content of the record at a place; None if there is no whole one."""
     if at + _HEADER.size > min(end, len(data)):
         return None
@@ -242,7 +299,7 @@ def _recover(path: Path, spool: Spool) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return 0  # recovered by somebody else meanwhile, or not ours to read
-    with os.fdopen(fd, "rb") as file:
+    with os.fdopen(fd, "rb"):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             status = os.fstat(fd)
@@ -253,8 +310,9 @@ def _recover(path: Path, spool: Spool) -> int:
         try:
             from spangrad.tracer.recovery import requests_of  # it loads OTel's SDK
 
-            for request in requests_of(*read(file.read())):
-                spool.append(request)  # what does not fit is lost, as ever, and counted there
+            with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
+                for request in requests_of(*read(data)):
+                    spool.append(request)  # what does not fit is lost, as ever, and counted there
             path.unlink(missing_ok=True)
         except Exception as error:  # the boundary: it must not hold up what else there is
             logger.warning("journal %r can't be read (%s); it is put aside as .bad", str(path), error)

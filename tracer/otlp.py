@@ -26,6 +26,9 @@ _FIXED32 = struct.Struct("<I").pack
 _FIXED64 = struct.Struct("<Q").pack
 _HAS_IS_REMOTE = 0x100
 _IS_REMOTE = 0x200
+_SCALARS = frozenset({int, bool})
+_SHORT = 100
+"""Longest text, in characters, that is remembered."""
 _SMALL = tuple(bytes([number]) for number in range(128))
 
 
@@ -129,6 +132,10 @@ def _trace_state(context: SpanContext) -> str:
 def _attributes(parts: list[bytes], tag: bytes, attributes: Mapping[str, Any] | None) -> None:
     """Add one `KeyValue` field each. Long values are not copied before the last join."""
     for key, value in (attributes or {}).items():
+        kind = type(value)
+        if kind in _SCALARS or (kind is str and len(value) <= _SHORT):
+            parts.append(_short_pair(tag, key, value))
+            continue
         named = _key(key)
         before, content = _any_value(value)
         wrapped = b"\x12" + _varint(len(before) + len(content)) + before
@@ -166,6 +173,15 @@ def _any_value(value: Any) -> tuple[bytes, bytes]:
         content = b"".join(items)
         return b"\x2a" + _varint(len(content)), content
     return _any_value(str(value))
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _short_pair(tag: bytes, key: str, value: Any) -> bytes:
+    """A field whose value may come again: most of a span's attributes are those of the spans before it."""
+    named = _key(key)
+    before, content = _any_value(value)
+    wrapped = b"\x12" + _varint(len(before) + len(content)) + before + content
+    return tag + _varint(len(named) + len(wrapped)) + named + wrapped
 
 
 @lru_cache(maxsize=1024)

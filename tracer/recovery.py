@@ -15,7 +15,7 @@ from typing import Any
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, TraceFlags
+from opentelemetry.trace import SpanContext
 
 from spangrad.tracer import conventions as c
 from spangrad.tracer.calls import RawCall, span_of
@@ -30,21 +30,21 @@ _MARSHAL = 2
 """Version that every Python 3 reads. A quarter of the time that JSON takes, on the agent's thread."""
 _SPAN = marshal.dumps(None, _MARSHAL)
 """Meta of a record that is a span already."""
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
-def head_of(resource: Resource, version: str) -> dict[str, Any]:
+def head_of(resource: Resource, version: str, scope: str = c.SCOPE_TRACER) -> dict[str, Any]:
     """What the records of one process share."""
-    return {"resource": dict(resource.attributes), "schema_url": resource.schema_url, "version": version}
+    attributes = dict(resource.attributes)
+    return {"resource": attributes, "schema_url": resource.schema_url, "scope": scope, "version": version}
 
 
 def call_record(call: RawCall) -> Record:
     """A call, with its bodies as they are."""
-    context, parent, request, response = call.context, call.parent, call.request_body, call.response
+    parent, request, response = call.parent, call.request_body, call.response
     fields: Any = (
         None if request is None else len(request),
-        context[0],
-        context[1],
+        call.trace_id,
+        call.span_id,
         None if parent is None else parent[:3],
         call.start_ns,
         call.route,
@@ -75,7 +75,7 @@ def span_record(span: ReadableSpan) -> Record:
 def requests_of(head: Mapping[str, Any], records: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
     """OTLP requests of what `head_of`, `call_record` and `span_record` made; content in one piece."""
     resource = Resource(head["resource"], head["schema_url"])
-    scope = InstrumentationScope(c.SCOPE_TRACER, head["version"])
+    scope = InstrumentationScope(head.get("scope", c.SCOPE_TRACER), head["version"])
     described = ReadableSpan("", resource=resource, instrumentation_scope=scope)
     requests = Reader()
     together: list[tuple[ReadableSpan, list[bytes]]] = []
@@ -104,7 +104,8 @@ def _call(meta: bytes, content: bytes) -> RawCall:
     length, trace_id, span_id, parent, start_ns, route, host, port, attributes, *rest = marshal.loads(meta)
     end_ns, status_code, content_type, encoding, headers, response_bytes, is_exhausted, error_type = rest
     return RawCall(
-        context=SpanContext(trace_id, span_id, is_remote=False, trace_flags=_SAMPLED),
+        trace_id=trace_id,
+        span_id=span_id,
         parent=None if parent is None else SpanContext(*parent),
         start_ns=start_ns,
         route=route,

@@ -16,6 +16,7 @@ is to be taken out is the rule's business, a function from a text to a text. Inv
 import json
 import logging
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -72,6 +73,8 @@ _AS_IDS = ("prompt", "prompt_token_ids")
 """Request fields that may hold the prompt as token ids."""
 _MESSAGE, _PART, _TEXT = range(3)
 """How deep in the JSON of messages something is: below a part everything is text."""
+_SHORT = 64
+"""Looking such a text up costs as much as looking through it."""
 _EXCEPTIONS = ("exception.message", "exception.stacktrace")
 
 _KEY_WORDS = (
@@ -145,6 +148,37 @@ def rule_of(redact: bool | str | Rule | None) -> Rule | None:
     if callable(redact):
         return redact
     raise ConfigError(f"redact={redact!r} is no rule; expected True, one of {sorted(RULES)}, or a function")
+
+
+class Remembered:
+    """A rule that is asked once about a text that comes again, as in every call of an agent.
+
+    For one thread at a time. The texts that were seen longest ago make way.
+    """
+
+    def __init__(self, rule: Rule, *, max_chars: int = 8 * 2**20) -> None:
+        """`rule` gives the same for the same text."""
+        self._rule = rule
+        self._max_chars = max_chars
+        self._chars = 0
+        self._known: OrderedDict[str, str] = OrderedDict()
+
+    def __call__(self, text: str) -> str:
+        """What the rule makes of a text."""
+        if len(text) < _SHORT:
+            return self._rule(text)
+        known = self._known.get(text)
+        if known is not None:
+            self._known.move_to_end(text)
+            return known
+        clean = self._rule(text)
+        size = 2 * len(text)
+        if isinstance(clean, str) and size <= self._max_chars:
+            self._known[text] = text if clean == text else clean
+            self._chars += size
+            while self._chars > self._max_chars:
+                self._chars -= 2 * len(self._known.popitem(last=False)[0])
+        return clean
 
 
 def redacted_span(span: ReadableSpan, rule: Rule | None) -> ReadableSpan:

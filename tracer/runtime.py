@@ -4,12 +4,12 @@ There is at most one active runtime in a process; `active()` returns it. It know
 know HTTP clients. Invariants:
 * The global tracer provider and the ambient OTel context are left alone: the application's own tracing
   sees nothing of ours.
-* Ids come from the operating system: an agent that seeds `random` neither repeats our ids nor gets other
-  numbers because of us.
+* Ids are numbers of our own: an agent that seeds `random` neither repeats our ids nor gets other numbers
+  because of us, and a child made by fork has others than its parent.
 * Sampling and attribute limits of the environment do not apply: a training sample is whole or absent.
 """
 
-import os
+import random
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from spangrad.tracer.exporter import Exporter
 from spangrad.tracer.journal import Journal, Record
 from spangrad.tracer.propagation import Destinations
 from spangrad.tracer.recovery import call_record, head_of, span_record
-from spangrad.tracer.redaction import Rule, redacted_span
+from spangrad.tracer.redaction import Remembered, Rule, redacted_span
 from spangrad.tracer.wire.repeated import Reader
 from spangrad.tracer.worker import Worker
 
@@ -36,15 +36,23 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 class RandomIds(IdGenerator):
-    """Ids from the operating system's randomness."""
+    """Ids from numbers of our own, which begin with the operating system's randomness in every process."""
+
+    def __init__(self) -> None:
+        """Draw from the operating system once: it takes longer than all else that an id needs."""
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Have other numbers than the process that this one was forked from."""
+        self._random = random.Random()
 
     def generate_span_id(self) -> int:
-        """Eight random bytes, not all zero."""
-        return int.from_bytes(os.urandom(8), "big") or 1
+        """64 random bits, not all zero."""
+        return self._random.getrandbits(64) or 1
 
     def generate_trace_id(self) -> int:
-        """Sixteen random bytes, not all zero."""
-        return int.from_bytes(os.urandom(16), "big") or 1
+        """128 random bits, not all zero."""
+        return self._random.getrandbits(128) or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +133,23 @@ class Runtime:
 
     def new_context(self, parent: SpanContext | None) -> SpanContext:
         """Ids for a span that is built later."""
+        return SpanContext(*self.new_ids(parent), is_remote=False, trace_flags=_SAMPLED)
+
+    def new_ids(self, parent: SpanContext | None) -> tuple[int, int]:
+        """The same as numbers: trace and span."""
         trace_id = parent.trace_id if parent is not None else self._ids.generate_trace_id()
-        return SpanContext(trace_id, self._ids.generate_span_id(), is_remote=False, trace_flags=_SAMPLED)
+        return trace_id, self._ids.generate_span_id()
 
     def redact_with(self, rule: Rule | None) -> None:
         """Set the rule. With one there is no journal: the text would be in it as it is."""
-        self.redact = rule
+        self.redact = None if rule is None else Remembered(rule)
         if rule is not None:
             self.worker.close_journal()
 
     def after_fork_in_child(self) -> None:
         """Start anew in a child process."""
         self._requests = Reader()  # the parent's thread may have been in the middle of it
+        self._ids.begin_anew()
         self.worker.after_fork_in_child()
 
     def _record(self, item: Captured) -> Record:

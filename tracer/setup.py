@@ -31,7 +31,8 @@ from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from spangrad.errors import CaptureError
 from spangrad.tracer import blind_spots, capture, children, following, hops, ray_tasks, runtime
 from spangrad.tracer.current import end_open_rollouts
-from spangrad.tracer.exporter import Exporter, HubExporter, SpoolExporter
+from spangrad.tracer.exporter import Exporter, SpoolExporter
+from spangrad.tracer.hub_exporter import HubExporter
 from spangrad.tracer.propagation import Destinations
 from spangrad.tracer.redaction import Rule, rule_of
 from spangrad.tracer.structure import graphs

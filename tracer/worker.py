@@ -1,7 +1,8 @@
 """The thread that turns what was captured into spans and hands them to the exporter.
 
 Knows queues and threads; it does not know what the items are. Invariants:
-* `put` neither blocks nor raises, and may be called from `__del__` and from signal handlers.
+* `put` neither blocks nor raises, and may be called from `__del__` and from signal handlers. It wakes nobody:
+  a thread that wants the interpreter makes each system call of the agent's slower until it gets it.
 * The queue is bounded in items and bytes. When it is full the newest item is dropped and counted; that
   is said at most every 30 s, and once more at the end.
 * A child process made by fork starts with an empty queue and its own thread; what the parent captured is
@@ -9,11 +10,11 @@ Knows queues and threads; it does not know what the items are. Invariants:
 * What is in the queue, or in a batch on its way, is in the journal, if there is one and it has room.
 """
 
-import contextlib
 import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -28,7 +29,8 @@ logger = logging.getLogger(__name__)
 MAX_ITEMS = 16_384
 MAX_BYTES = 256 * 2**20
 _BATCH_ITEMS = 256
-_LINGER_S = 0.2
+_PAUSE_S = 0.2
+"""Between two looks into the queue; doubles while nothing comes."""
 _IDLE_S = 1.0
 _RECOVER_EVERY_S = 10.0
 
@@ -68,7 +70,17 @@ class Worker(Generic[T]):
         self._max_items = max_items
         self._max_bytes = max_bytes
         self._said = Periodically()
-        self._queue: queue.SimpleQueue[tuple[T, int | None] | threading.Event | None]
+        self._queue: deque[tuple[T, int | None]]
+        self._asked: queue.SimpleQueue[threading.Event | None]
+        """Who waits for the queue to be empty; None: nobody, but it is to be emptied now."""
+        self._is_ending: bool
+        self._is_filling: bool
+        """Half full, and the thread knows."""
+        self._lock: threading.RLock
+        self._items_in: int
+        self._items_out: int
+        self._bytes_in: int
+        self._bytes_out: int
         self._thread: threading.Thread | None
         self._own_process()
 
@@ -90,7 +102,10 @@ class Worker(Generic[T]):
             self._items_in += 1
             self._bytes_in += size
             half = self.journal.append(item) if self.journal is not None else None
-        self._queue.put((item, half))
+            self._queue.append((item, half))
+            if not self._is_filling and (2 * items >= self._max_items or 2 * held_bytes >= self._max_bytes):
+                self._is_filling = True
+                self._asked.put(None)
         if self._thread is None:
             self.start()
 
@@ -106,8 +121,7 @@ class Worker(Generic[T]):
         if self._thread is None:
             return True
         done = threading.Event()
-        self._hurry.put(None)
-        self._queue.put(done)
+        self._asked.put(done)
         return done.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
@@ -116,7 +130,8 @@ class Worker(Generic[T]):
         self.exporter.close_soon(timeout_s / 2)
         flushed = self.flush(timeout_s)
         if self._thread is not None:
-            self._queue.put(None)
+            self._is_ending = True
+            self._asked.put(None)
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if flushed:  # else the next process recovers it
             self.close_journal()
@@ -143,46 +158,38 @@ class Worker(Generic[T]):
             self.journal.after_fork_in_child()
 
     def _own_process(self) -> None:
-        self._queue = queue.SimpleQueue()
+        self._queue = deque()
+        self._asked = queue.SimpleQueue()
+        self._is_ending = False
+        self._is_filling = False
         self._lock = threading.RLock()
         self._thread = None
         self._items_in = self._items_out = 0
         self._bytes_in = self._bytes_out = 0
         self._recover_at = 0.0
-        self._hurry: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def _run(self) -> None:
-        items = self._queue
         self._drain()
+        pause_s = _PAUSE_S
         is_last = False
         while not is_last:
             try:
-                entry = items.get(timeout=_IDLE_S)
+                done = self._asked.get(timeout=pause_s)
             except queue.Empty:
-                self._drain()
-                continue
-            if entry is not None and not isinstance(entry, threading.Event):
-                self._linger()
-            batch: list[tuple[T, int | None]] = []
-            waiting: list[threading.Event] = []
-            while True:
-                if entry is None:
-                    is_last = True
-                elif isinstance(entry, threading.Event):
-                    waiting.append(entry)
-                else:
-                    batch.append(entry)
-                if is_last or len(batch) >= _BATCH_ITEMS:
-                    break
-                try:
-                    entry = items.get_nowait()
-                except queue.Empty:
-                    break
-            self._export(batch)
-            if waiting:
-                self._wait_again()
-            for done in waiting:
+                done = None
+            is_last = self._is_ending
+            left = len(self._queue)
+            is_idle = done is None and not left
+            self._is_filling = False
+            while left > 0:  # what comes meanwhile is not what `done` waits for
+                batch = [self._queue.popleft() for _ in range(min(left, _BATCH_ITEMS))]
+                self._export(batch)
+                left -= len(batch)
+            if done is not None:
                 done.set()
+            if is_idle and pause_s >= _IDLE_S:
+                self._drain()
+            pause_s = min(2 * pause_s, _IDLE_S) if is_idle else _PAUSE_S
 
     def _drain(self) -> None:
         """Send what waits on disk; now and then also what killed processes have left."""
@@ -194,20 +201,6 @@ class Worker(Generic[T]):
         except Exception:  # the boundary: what waits on disk must not end the thread
             if self._said.due():
                 logger.warning("what waits on disk could not be sent", exc_info=True)
-
-    def _wait_again(self) -> None:
-        """Forget that somebody was in a hurry."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._hurry.get_nowait()
-
-    def _linger(self) -> None:
-        """Give a batch time to grow, unless somebody waits.
-
-        The thread sleeps through it: each time that it wakes it takes the interpreter from the agent.
-        """
-        with contextlib.suppress(queue.Empty):
-            self._hurry.get(timeout=_LINGER_S)
 
     def _export(self, batch: list[tuple[T, int | None]]) -> None:
         spans = []

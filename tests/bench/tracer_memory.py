@@ -10,7 +10,7 @@ import os
 import tempfile
 
 import spangrad
-from spangrad.tracer.exporter import HubExporter
+from spangrad.tracer.hub_exporter import HubExporter
 from spangrad.tracer.runtime import active
 from tests.bench.call_cost import Pool, client, reply, requests
 

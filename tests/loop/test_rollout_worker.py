@@ -18,8 +18,8 @@ from spangrad.adapters.calls import calls_of
 from spangrad.errors import RolloutError
 from spangrad.store import open_store
 from spangrad.store.records import Rollout, RolloutStatus
-from spangrad.tracer.exporter import HubExporter
 from spangrad.tracer.gateway import GatewayConfig, running
+from spangrad.tracer.hub_exporter import HubExporter
 from spangrad.trainer.processes import free_port
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
 from spangrad.trainer.rollouts.worker import FREE_GATEWAY_RETRIES, RolloutWorker, as_reward
@@ -243,7 +243,7 @@ class Losing(SpanExporter):
 def work_behind_a_losing_gateway(hub, tmp_path, task, *, losses):
     with stub_engine() as engine:
         config = GatewayConfig(engine_url=engine.url, store=hub.hub_url, port=0, agent_key=hub.keys.agent)
-        exporter = HubExporter(hub.hub_url, hub.keys.agent, tmp_path / "spool", timeout_s=30)
+        exporter = HubExporter(hub.hub_url, hub.keys.evaluator, tmp_path / "spool", timeout_s=30)
         with running(config, exporter=Losing(exporter, losses)) as url:
             return work(hub, tmp_path, {"a": task}, gateway=url)
 

@@ -23,7 +23,7 @@ from spangrad.store.records import Rollout, Span
 from spangrad.store.tables import database
 from spangrad.store.writer import GroupWriter
 from spangrad.tracer import conventions as names
-from spangrad.tracer.exporter import HubExporter
+from spangrad.tracer.hub_exporter import HubExporter
 from spangrad.tracer.spool import Spool
 from tests.store.building import conversation, new_trace, request, span
 

@@ -111,6 +111,20 @@ def test_hosts_that_may_not_be_told_are_not(recorded: Finish, echo: str) -> None
         assert set(got("http://10.0.0.1/tool")) == set(NAMES)
 
 
+def test_a_request_that_was_sent_is_the_one_that_the_agent_made(recorded: Finish, echo: str) -> None:
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient() as client:
+            return await client.post(echo, json={})
+
+    with spangrad.rollout():
+        sent = [httpx.get(echo), asyncio.run(ask())]
+        with pytest.raises(httpx.ConnectError) as caught:
+            httpx.get("http://127.0.0.1:9/tool")
+    assert all(set(ours(answer.json())) == set(NAMES) for answer in sent)
+    for made in (*(answer.request for answer in sent), caught.value.request):
+        assert ours(dict(made.headers)) == {}
+
+
 @pytest.mark.parametrize("path", ["tool", "v1/chat/completions"])
 def test_a_redirect_takes_no_header_to_a_host_that_may_not_be_told(
     recorded: Finish, echo: str, path: str

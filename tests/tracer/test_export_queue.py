@@ -9,7 +9,8 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext
 
-from spangrad.tracer.exporter import HubExporter, SpoolExporter
+from spangrad.tracer.exporter import SpoolExporter
+from spangrad.tracer.hub_exporter import HubExporter
 from spangrad.tracer.runtime import EndedSpan
 from spangrad.tracer.worker import Worker
 from tests.tracer.recording import spans_of_store

@@ -12,9 +12,10 @@ from spangrad.errors import ConfigError
 from spangrad.store.file_store import FileStore
 from spangrad.store.hub import MAX_BODY_BYTES
 from spangrad.tracer import conventions as c
-from spangrad.tracer.calls import MAX_SPAN_BYTES
-from spangrad.tracer.exporter import HubExporter, SpoolExporter
+from spangrad.tracer.exporter import SpoolExporter
+from spangrad.tracer.hub_exporter import HubExporter
 from spangrad.tracer.runtime import active
+from spangrad.tracer.span_size import MAX_SPAN_BYTES
 from spangrad.tracer.spool import Spool
 from tests.store.building import new_trace, request, span
 from tests.tracer.recording import spans_of_request, spans_of_store

@@ -10,7 +10,7 @@ import pytest
 
 import spangrad
 from spangrad.store.client import HubClient
-from spangrad.tracer.exporter import HubExporter
+from spangrad.tracer.hub_exporter import HubExporter
 from tests.store.hub_process import HubProcess
 from tests.tracer.stub_server import HubServer, ModelServer
 from tests.waiting import wait_until

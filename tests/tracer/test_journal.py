@@ -1,10 +1,12 @@
 """The journal's invariants, with real files; what comes of it is what would have been exported."""
 
+import errno
 import json
 import logging
 import marshal
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 import httpx
@@ -12,10 +14,11 @@ import pytest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, TraceFlags
+from opentelemetry.trace import SpanContext
 
 import spangrad
 from spangrad.tracer import conventions as c
+from spangrad.tracer import journal as journals
 from spangrad.tracer.calls import RawCall, span_of
 from spangrad.tracer.journal import Journal, Record, read, recover
 from spangrad.tracer.otlp import encode_request, encode_span
@@ -27,6 +30,19 @@ from tests.tracer.stub_server import ModelServer
 
 HEAD_BYTES = 64 * 2**10
 SPAN = span_record(ReadableSpan("", SpanContext(1, 1, is_remote=False)))[0]
+
+
+@pytest.fixture(autouse=True, params=["mapped", "written"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How records get into the file; which one it is depends on the file system."""
+    types = {"mapped": frozenset({_file_system_of_tests()}), "written": frozenset[str | None]()}
+    monkeypatch.setattr(journals, "_KEEPS_ITS_PROMISE", types[request.param])
+    return str(request.param)
+
+
+def _file_system_of_tests() -> str | None:
+    with tempfile.TemporaryFile() as file:
+        return journals._file_system(file.fileno())
 
 
 def as_it_is(item: bytes) -> Record:
@@ -59,6 +75,29 @@ def test_records_are_there_in_order_until_they_are_released(tmp_path: Path) -> N
     assert written(tmp_path) == [b"next"]
     kept.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_it_writes_the_way_that_the_file_system_allows(tmp_path: Path, way: str) -> None:
+    kept = journal(tmp_path)
+    kept.append(b"one")
+    assert (kept._mapped is not None) == (way == "mapped")
+    kept.close()
+
+
+def test_on_a_full_disk_nothing_is_written_through_a_mapping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(journals, "_copy", full)
+    kept = journal(tmp_path)
+    assert kept.append(b"one") == 0  # what the disk still takes, it takes from a system call
+    monkeypatch.setattr(journals, "_pwritev", lambda *_: 5)
+    assert kept.append(b"two") is None
+    assert (kept.skipped, written(tmp_path)) == (1, [b"one"])
+    kept.close()
 
 
 @pytest.mark.parametrize("rest", [b"", b"\0", b"\xff"], ids=["end of file", "zeros", "older bytes"])
@@ -197,10 +236,8 @@ def test_a_journal_of_an_earlier_start_of_the_machine_is_put_aside(
 
 
 def raw_call(number: int, request: bytes | None, response: list[bytes], **more: object) -> RawCall:
-    context = SpanContext(2**127 + number, 2**63 + number, is_remote=False, trace_flags=TraceFlags(1))
-    call = RawCall(
-        context, None, 100 * number, "chat/completions", "h", 80, request, {c.ROLLOUT_ID: Name("r-\udc80")}
-    )
+    ids, named = (2**127 + number, 2**63 + number), {c.ROLLOUT_ID: Name("r-\udc80")}
+    call = RawCall(*ids, None, 100 * number, "chat/completions", "h", 80, request, named)
     call.response, call.response_bytes = response, sum(map(len, response))
     call.end_ns, call.status_code, call.content_type = 7, 200, "application/json"
     for name, value in more.items():

@@ -14,8 +14,9 @@ import spangrad
 from spangrad.adapters.model_call import Grade
 from spangrad.errors import ConfigError
 from spangrad.tracer import conventions as c
-from spangrad.tracer.redaction import FAILED, IDS, RULES, default, emails, rule_of, secrets
+from spangrad.tracer.redaction import FAILED, IDS, RULES, Remembered, default, emails, rule_of, secrets
 from spangrad.tracer.runtime import active
+from spangrad.tracer.span_size import cut
 from tests.tracer.recording import Recorded, calls, roots, spans_of_store
 from tests.tracer.stub_server import ModelServer
 from tests.tracer.wire.exchange import HI, choice, completion, exchange, model_call, model_calls, written
@@ -298,3 +299,30 @@ def test_a_program_under_spangrad_run_can_still_say_what_to_redact(
     ask(model, "Hello Oslo")
     (call,) = calls(recorded())
     assert call.prompt() == "Hello -"
+
+
+def test_a_rule_is_asked_once_about_texts_that_come_again() -> None:
+    asked: list[str] = []
+
+    def rule(text: str) -> str:
+        asked.append(text)
+        return text.replace("secret", "***")
+
+    texts = [f"{number} secret " * 20 for number in range(4)]
+    remembered = Remembered(rule, max_chars=2 * len(texts[0]) * 3)
+    assert [remembered(text) for text in [*texts[:3], *texts[:3]]] == [rule(text) for text in texts[:3] * 2]
+    assert asked == texts[:3] * 3  # once by `remembered`, twice above
+    asked.clear()
+    remembered(texts[3])  # no room for four
+    remembered(texts[0])
+    assert asked == [texts[3], texts[0]]
+
+
+def test_texts_are_cut_between_words() -> None:
+    assert cut("one two", 7) == "one two"
+    assert cut("one two", 6) == cut("one two", 4) == cut("one two", 3) == "one"
+    assert cut("one", 2) == ""
+    assert cut("x" * 1000, 600) == "x" * 400
+    secret = "sk-" + "a1b2c3d4" * 4
+    for limit in range(5, 60):
+        assert "sk-" not in cut(f"the key is {secret} and more", limit) or limit >= 11 + len(secret)

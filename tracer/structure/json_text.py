@@ -18,6 +18,8 @@ from dataclasses import is_dataclass
 from decimal import Decimal
 from typing import Any
 
+from spangrad.tracer.span_size import cut
+
 MAX_CHARS = 65_536
 _MAX_DEPTH = 24
 _CUT = "...[cut]"
@@ -88,7 +90,7 @@ def _text(value: str, budget: _Budget) -> str:
     value = str.__str__(value)
     if len(value) > budget.left:
         budget.is_cut = True
-        value = value[: max(0, budget.left)] + _CUT
+        value = cut(value, max(0, budget.left)) + _CUT
     budget.left -= len(value)
     return value
 

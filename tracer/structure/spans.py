@@ -19,6 +19,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
 from spangrad.tracer import conventions as c
 from spangrad.tracer.runtime import Runtime
+from spangrad.tracer.span_size import cut
 from spangrad.tracer.structure.json_text import json_text
 
 MAX_OPEN = 16_384
@@ -155,7 +156,7 @@ def _end_as_it_is(span: OpenSpan) -> None:
 
 def _message(error: BaseException) -> str | None:
     try:
-        return c.storable(str(error))[:_MESSAGE_CHARS] or None
+        return cut(c.storable(str(error)), _MESSAGE_CHARS) or None
     except Exception:  # the application's __str__
         return None
 

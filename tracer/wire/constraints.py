@@ -29,18 +29,24 @@ _MASKS = (
     "watermarking",
     "use_beam_search",
 )
+_FORMATS = ("response_format", "text", "output_config")
+_BUDGETS = ("thinking_token_budget", "thinking", "min_tokens")
+_RARE = frozenset(_GRAMMARS + _MASKS + _FORMATS + _BUDGETS)
+_OF_TOOLS = frozenset({"tools", "tool_choice", "function_call"})
 _FREE_TOOL_CHOICES = ("auto", "none")
 
 
 def is_constrained(request: Mapping[str, Any]) -> bool:
     """Whether a request asks for anything that takes a token's choice from the policy."""
-    return (
+    fields = request.keys()
+    if not fields.isdisjoint(_RARE) and (
         any(request.get(field) is not None for field in _GRAMMARS)
         or any(request.get(field) for field in _MASKS)
         or _has_format(request)
         or _has_forced_tokens(request)
-        or _has_forced_tools(request)
-    )
+    ):
+        return True
+    return not fields.isdisjoint(_OF_TOOLS) and _has_forced_tools(request)
 
 
 def _has_format(request: Mapping[str, Any]) -> bool:

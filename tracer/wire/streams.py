@@ -7,11 +7,11 @@ Knows bytes and JSON. Invariants:
 * An event that can't be read costs that event, and is counted.
 """
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from spangrad.tracer.wire.fast_json import loads
 from spangrad.tracer.wire.tokens import ID_GAPS, logprobs_of
 
 _SAMPLED = ("content", "reasoning", "reasoning_content", "refusal", "tool_calls", "function_call")
@@ -51,7 +51,7 @@ def objects(body: bytes, result: Assembled) -> Iterator[dict[str, Any]]:
         if data.strip() == b"[DONE]":
             continue
         try:
-            event = json.loads(data)
+            event = loads(data)
         except (ValueError, RecursionError):
             event = None
         if isinstance(event, dict):
@@ -94,7 +94,7 @@ def _add_choice(choice: dict[str, Any], update: dict[str, Any]) -> None:
         token_ids = (update.get("provider_specific_fields") or {}).get("token_ids")
     if token_ids is not None:
         choice.setdefault("token_ids", []).extend(token_ids)
-    elif _has_text(update):
+    elif has_text(update):
         choice[ID_GAPS] = choice.get(ID_GAPS, 0) + 1
     if update.get("prompt_token_ids") is not None:
         choice["prompt_token_ids"] = update["prompt_token_ids"]
@@ -109,7 +109,7 @@ def _add_choice(choice: dict[str, Any], update: dict[str, Any]) -> None:
         merged["token_logprobs"].extend(values)
 
 
-def _has_text(update: dict[str, Any]) -> bool:
+def has_text(update: Mapping[str, Any]) -> bool:
     """Whether a chunk shows something that was sampled."""
     delta = update.get("delta") or {}
     return bool(update.get("text")) or any(delta.get(key) for key in _SAMPLED)

@@ -8,7 +8,6 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, TraceFlags
 
 from spangrad.adapters.calls import calls_from_spans
 from spangrad.adapters.model_call import ModelCall
@@ -56,8 +55,7 @@ def exchange(
     raw = response if isinstance(response, bytes) else json.dumps(response).encode()
     raw = raw if encode is None else encode[1](raw)
     body = json.dumps(request).encode()
-    context = SpanContext(1, number, is_remote=False, trace_flags=TraceFlags(1))
-    call = RawCall(context, None, 100 * number, route, "h", None, body, dict(attributes or {}))
+    call = RawCall(1, number, None, 100 * number, route, "h", None, body, dict(attributes or {}))
     call.end_ns = call.start_ns + 50
     call.status_code = status
     call.content_type = "text/event-stream" if is_stream else "application/json"

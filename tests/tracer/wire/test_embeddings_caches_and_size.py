@@ -15,6 +15,7 @@ from spangrad.adapters.merging import SERVED_BEFORE
 from spangrad.adapters.model_call import Grade, Purpose
 from spangrad.tracer import calls as tracer_calls
 from spangrad.tracer import conventions as c
+from spangrad.tracer import span_size
 from tests.tracer.wire.exchange import HI, choice, completion, exchange, model_call, model_calls, recorded
 
 EMBED = {"model": "small", "input": ["one", "two"]}
@@ -101,7 +102,7 @@ def test_a_server_that_repeats_its_ids_gives_other_samples() -> None:
 
 
 def test_what_makes_a_span_too_long_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracer_calls, "MAX_SPAN_BYTES", 2000)
+    monkeypatch.setattr(span_size, "MAX_SPAN_BYTES", 2000)
     request = HI | {"messages": [{"role": "user", "content": "å" * 1500}]}
     attributes = recorded(request, completion())
     assert c.INPUT_MESSAGES not in attributes

@@ -1,0 +1,325 @@
+"""Sends finished spans to a hub over HTTP; what it does not take waits on disk.
+
+Knows HTTP and the hub's answers; what a span is, is `exporter.py`'s and `otlp.py`'s business.
+
+Invariants:
+* `export` never raises and never blocks longer than `timeout_s` for a batch.
+* A batch that the hub did not acknowledge is on disk before `export` returns, or counted in `dropped`.
+* What waits on disk is sent after the next success, also by the next process that uses the folder; the
+  store ignores spans that it has.
+* A hub's exporter is waiting as long as its folder holds anything, whoever wrote it or is sending it.
+* After a failure the hub is left alone for a while (1 s, doubling to 30 s); meanwhile batches go to disk.
+  `force_flush` tries all the same.
+* One thread of a process sends what waits on disk at a time; `export` never waits for it.
+* A batch that the hub refuses for good (a 4xx that is not about keys, load or time) is dropped and
+  counted: sending it again would hold up everything behind it. So are single spans that a hub names as
+  rejected in its answer.
+* HTTP goes through the standard library, below which spangrad captures nothing.
+"""
+
+import hashlib
+import http.client
+import logging
+import os
+import ssl
+import threading
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from spangrad.errors import ConfigError
+from spangrad.tracer.exporter import WithSpool, span_count
+from spangrad.tracer.periodically import Periodically
+from spangrad.tracer.spool import Spool
+
+logger = logging.getLogger(__name__)
+
+_RETRY_LATER = frozenset({401, 403, 404, 408, 425, 429})
+_REASON_CHARS = 300
+_KEEP_S = 2.0
+"""A connection is used again for so long: below the 5 s after which uvicorn, and so the hub, closes it."""
+_GONE = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError)
+"""Errors of a connection that the hub has closed: it saw nothing, or ignores what comes twice."""
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 30.0
+_FLUSH_RETRY_S = 0.25
+_UNDELIVERED = (OSError, http.client.HTTPException, ValueError)
+"""ValueError: of a key, host or port that `http.client` won't send to."""
+
+
+class HubExporter(WithSpool):
+    """Posts batches to a hub's `/v1/traces`; what it can't deliver waits on disk."""
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        spool_dir: str | os.PathLike[str] | None = None,
+        *,
+        timeout_s: float = 3.0,
+    ) -> None:
+        """Look for what an earlier process left behind; connect later.
+
+        Args:
+            url: Base URL of the hub.
+            key: Sent as `Authorization: Bearer`.
+            spool_dir: Default: `.spangrad/spool/<hash of the URL>` in the working directory.
+            timeout_s: For connecting, and for each wait for an answer.
+
+        Raises:
+            ConfigError: `url` is not an http(s) URL.
+        """
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"hub URL {url!r} must look like 'http://host:port'")
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
+        self.rejected = 0
+        """Batches that the hub refused for good, whole or in part."""
+        self.lost_spans = 0
+        self._parts = parts
+        self._headers = {"Content-Type": "application/x-protobuf"}
+        if key and key.strip():  # one read from a file ends in a newline
+            self._headers["Authorization"] = f"Bearer {key.strip()}"
+        if spool_dir is None:
+            spool_dir = Path(".spangrad", "spool", hashlib.sha256(self.url.encode()).hexdigest()[:16])
+        self.spool = Spool(spool_dir)
+        self._spooled = 0
+        self._pause_s = _FIRST_PAUSE_S
+        self._paused_until = float("-inf")
+        self._closing_at = float("inf")
+        self._said = Periodically()
+        self._kept: tuple[http.client.HTTPConnection, float] | None
+        """A connection that nobody uses, and since when. After a fork it is the parent's."""
+        self._own_process()
+
+    def __del__(self) -> None:
+        """Close the connection of whoever does not call `shutdown`."""
+        if kept := vars(self).get("_kept"):
+            kept[0].close()
+
+    @property
+    def dropped(self) -> int:
+        """Batches that could be neither delivered nor kept."""
+        return self.spool.dropped + self.rejected
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something waits on disk for the hub, also what other processes left there."""
+        return self.spool.size_bytes() > 0
+
+    @property
+    def waiting(self) -> int:
+        """How many spans of this process wait on disk, or 1 if only others' do. Exact once it is 0."""
+        return max(1, self._spooled) if self.is_waiting else 0
+
+    def export_request(self, request: bytes) -> bool:
+        """Deliver one encoded request, or keep it on disk. Returns False if it is lost."""
+        if self._paused_until <= time.monotonic() < self._closing_at:
+            try:
+                delivered = self._deliver(request, self.timeout_s)
+            except _UNDELIVERED as error:
+                self._failed(error)
+            else:
+                self._pause_s = _FIRST_PAUSE_S
+                self.drain()
+                return delivered
+        before = self._spooled if self.is_waiting else 0
+        kept = self.spool.append(request)
+        self._spooled = before + (span_count(request) if kept else 0)
+        if not kept:
+            self.lost_spans += span_count(request)
+            if self._said.due():
+                logger.warning(
+                    "hub %s does not answer and spool %r is full: %d batches lost so far",
+                    self.url,
+                    str(self.spool.directory),
+                    self.dropped,
+                )
+        return kept
+
+    def drain(self, *, at_once: bool = False) -> int:
+        """Send what waits on disk. Returns how many batches arrived.
+
+        Does nothing while another thread of this process does it and, unless `at_once`, after a failure
+        a moment ago.
+        """
+        self._close_idle()
+        if not at_once and time.monotonic() < self._paused_until:
+            return 0
+        lock = self._drain_lock()
+        if not self.is_waiting or not lock.acquire(blocking=False):
+            return 0
+        try:
+            return self._drain(float("inf"), counts_as_failure=not at_once)
+        finally:
+            lock.release()
+
+    def shutdown(self) -> None:
+        """Close the connection and the spool's file."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept[0].close()
+        super().shutdown()
+
+    def close_soon(self, within_s: float) -> None:
+        """The process is about to end: drain no more, and after `within_s` put batches on disk at once."""
+        self._closing_at = time.monotonic() + within_s
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Send what waits on disk, as often as it takes, without regard to recent failures.
+
+        Returns whether everything that `export` has kept or delivered is at the hub. False: time ran out,
+        or `close_soon` was called; what waits is sent later.
+        """
+        deadline = time.monotonic() + timeout_millis / 1000
+        lock = self._drain_lock()
+        while self.is_waiting:
+            if self._is_closing or not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                return False
+            try:
+                self._drain(deadline, counts_as_failure=False)
+            finally:
+                lock.release()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return not self.is_waiting
+            if self.is_waiting:
+                time.sleep(min(left, _FLUSH_RETRY_S))
+        return True
+
+    @property
+    def _is_closing(self) -> bool:
+        return self._closing_at != float("inf")
+
+    def _own_process(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._kept = None
+
+    def _drain_lock(self) -> threading.Lock:
+        if self._pid != os.getpid():  # after a fork the lock may be held by a thread that is gone
+            self._own_process()
+        return self._lock
+
+    def _drain(self, deadline: float, *, counts_as_failure: bool) -> int:
+        def send(request: bytes) -> None:
+            left = deadline - time.monotonic()
+            if self._is_closing or left <= 0:
+                raise TimeoutError("no time left")
+            self._deliver(request, min(self.timeout_s, left))
+
+        try:
+            sent = self.spool.drain(send)
+        except _UNDELIVERED as error:
+            if self._is_closing or time.monotonic() >= deadline:
+                return 0
+            if counts_as_failure:
+                self._failed(error)
+            else:
+                self._say(error)
+            return 0
+        if sent:
+            self._paused_until, self._pause_s = float("-inf"), _FIRST_PAUSE_S
+        return sent
+
+    def _deliver(self, request: bytes, timeout_s: float) -> bool:
+        """Post once. Returns False, and counts, if the hub will never take it or some of its spans.
+
+        Raises one of `_UNDELIVERED` if it may work later.
+        """
+        status, answer = self._post(request, timeout_s)
+        is_taken = 200 <= status < 300
+        if not is_taken and (status in _RETRY_LATER or not 400 <= status < 500):
+            raise http.client.HTTPException(f"status {status}")
+        refused, why = _rejected_spans(answer) if is_taken else (span_count(request), "")
+        if is_taken and not refused:
+            return True
+        self.rejected += 1
+        self.lost_spans += refused
+        logger.error(
+            "hub %s refuses %d spans of a batch of %d bytes with status %d%s; they are dropped (%d so far)",
+            self.url,
+            refused,
+            len(request),
+            status,
+            f" ({why})" if why else "",
+            self.lost_spans,
+        )
+        return False
+
+    def _post(self, request: bytes, timeout_s: float) -> tuple[int, bytes]:
+        """Status and answer. A connection of a moment ago is used again, and may be gone by now."""
+        path = f"{self._parts.path.rstrip('/')}/v1/traces"
+        connection = self._kept_connection()
+        is_kept = connection is not None
+        while True:
+            connection = connection or self._connect(timeout_s)
+            try:
+                if connection.sock is not None:
+                    connection.sock.settimeout(timeout_s)
+                connection.request("POST", path, request, self._headers)
+                response = connection.getresponse()
+                status, answer = response.status, response.read()
+            except BaseException as error:
+                connection.close()
+                if not is_kept or not isinstance(error, _GONE):
+                    raise
+                connection, is_kept = None, False
+                continue
+            if response.will_close:
+                connection.close()
+            else:
+                self._kept = (connection, time.monotonic())
+            return status, answer
+
+    def _kept_connection(self) -> http.client.HTTPConnection | None:
+        """Take the one that is kept, if it is still good; else it is closed."""
+        if self._pid != os.getpid():
+            self._own_process()
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return None
+        connection, used_at = kept
+        if time.monotonic() - used_at < _KEEP_S:
+            return connection
+        connection.close()
+        return None
+
+    def _close_idle(self) -> None:
+        kept = self._kept
+        if kept is not None and time.monotonic() - kept[1] >= _KEEP_S:
+            self._kept_connection()
+
+    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        host, port = self._parts.hostname, self._parts.port
+        assert host is not None
+        if self._parts.scheme == "https":
+            context = ssl.create_default_context()
+            return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
+        return http.client.HTTPConnection(host, port, timeout=timeout_s)
+
+    def _failed(self, error: Exception) -> None:
+        self._paused_until = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self._say(error)
+
+    def _say(self, error: Exception) -> None:
+        if self._said.due():
+            logger.warning(
+                "hub %s does not take spans (%s); they wait in %r", self.url, error, str(self.spool.directory)
+            )
+
+
+def _rejected_spans(answer: bytes) -> tuple[int, str]:
+    """How many spans a hub does not take of those that it was sent, and why."""
+    if not answer:  # an empty message: protobuf is not loaded into the agent's process for that
+        return 0, ""
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+    try:
+        partial = ExportTraceServiceResponse.FromString(answer).partial_success
+    except DecodeError:  # not OTLP's answer, but a success
+        return 0, ""
+    return int(partial.rejected_spans), str(partial.error_message)[:_REASON_CHARS]
