@@ -28,6 +28,32 @@ FROM_CACHE: Final = "the reply came out of a cache: nothing was sampled"
 EMBEDDED: Final = "an embedding: nothing was sampled"
 """The only reason of a call that has nothing to train and is none the worse for it."""
 
+_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    "temperature": (1, None),
+    "top_p": (1, None),
+    "top_k": (0, -1, None),
+    "min_p": (0, None),
+    "frequency_penalty": (0, None),
+    "presence_penalty": (0, None),
+    "repetition_penalty": (1, None),
+    "logit_bias": (None, {}),
+    # Other engines'; one that does not know a parameter ignores it, which no trace tells.
+    **dict.fromkeys(("typical_p", "tfs", "tfs_z", "best_of"), (1, None)),
+    **dict.fromkeys(
+        (
+            *("top_a", "eta_cutoff", "epsilon_cutoff", "smoothing_factor", "dynatemp_range"),
+            *("mirostat", "mirostat_mode", "xtc_probability", "dry_multiplier", "no_repeat_ngram_size"),
+        ),
+        (0, None),
+    ),
+    **dict.fromkeys(("vllm_xargs", "logits_processors", "custom_logit_processor"), (None, {}, [], "")),
+}
+"""Sampling parameters that change the distribution, and their values that do not."""
+_WITH_DEFAULTS: Final = frozenset(
+    {"temperature", "top_p", "top_k", "min_p"}
+    | {"frequency_penalty", "presence_penalty", "repetition_penalty"}
+)
+"""Those that an engine may put in by itself."""
 ORDER: Final = (Grade.EXACT, Grade.IDS, Grade.TEXT, Grade.UNUSABLE)
 """Best first."""
 
@@ -111,6 +137,9 @@ def _doubts(reading: Reading) -> Iterator[str]:
         yield from _choice_doubts(index, choice)
     if reading.is_constrained or is_constrained({**reading.sampling, "tools": reading.tools}):
         yield "sampled under constraint"
+    asked = {name for name, value in reading.sampling.items() if value is not None}
+    if reading.unknown_defaults is not None and (left_out := _WITH_DEFAULTS - asked):
+        yield f"sampling defaults unknown: {', '.join(sorted(left_out))}; {reading.unknown_defaults}"
     if reading.sampling.get("temperature") == 0:
         yield "sampled greedily: at temperature 0 every behaviour logprob is 0"
     elif reading.logprobs_mode != "processed" and (changes := _processing(reading)):
@@ -122,21 +151,11 @@ def _doubts(reading: Reading) -> Iterator[str]:
 
 def _processing(reading: Reading, besides: Collection[str] = ()) -> str:
     """What was done to the distribution before sampling, as text; `besides` is left out."""
-    neutral: dict[str, tuple[Any, ...]] = {
-        "temperature": (1, None),
-        "top_p": (1, None),
-        "top_k": (0, -1, None),
-        "min_p": (0, None),
-        "frequency_penalty": (0, None),
-        "presence_penalty": (0, None),
-        "repetition_penalty": (1, None),
-        "logit_bias": (None, {}),
-    }
-    asked = {name: reading.sampling.get(name) for name, values in neutral.items() if name in reading.sampling}
+    asked = {name: reading.sampling[name] for name in _NEUTRAL if name in reading.sampling}
     return ", ".join(
         f"{name} {value}"
         for name, value in asked.items()
-        if name not in besides and value not in neutral[name]
+        if name not in besides and value not in _NEUTRAL[name]
     )
 
 

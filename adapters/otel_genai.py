@@ -74,6 +74,7 @@ def read(span: Span) -> Reading:
     choices = _choices(attributes, decoder)
     messages = _messages(attributes, decoder)
     losses = _losses(span, decoder)
+    defaults = decoder.json(c.SAMPLING_DEFAULTS)
     if not is_spangrad(span):
         losses.content += scrubbed(messages, "message")
         losses.content += scrubbed([choice.message for choice in choices], "choice")
@@ -85,7 +86,7 @@ def read(span: Span) -> Reading:
         response_id=text(attributes, c.RESPONSE_ID),
         messages=messages,
         tools=decoder.convert(c.TOOL_DEFINITIONS, chat_tools) or (),
-        sampling=_sampling(attributes, decoder),
+        sampling={**(defaults if isinstance(defaults, Mapping) else {}), **_sampling(attributes, decoder)},
         choices=choices,
         prompt_token_ids=decoder.unpack(c.PROMPT_TOKEN_IDS, c.unpack_ints),
         agent_name=text(attributes, c.AGENT_NAME),
@@ -103,6 +104,7 @@ def read(span: Span) -> Reading:
         if c.STREAM_COMPLETE not in attributes
         else bool(attributes[c.STREAM_COMPLETE]),
         logprobs_mode=text(attributes, c.LOGPROBS_MODE),
+        unknown_defaults=defaults if isinstance(defaults, str) else None,
         is_constrained=bool(attributes.get(c.CONSTRAINED)),
         faults=(*decoder.faults, *losses.content),
         notes=tuple(decoder.notes),

@@ -42,6 +42,8 @@ class Reading:
     is_streamed: bool = False
     is_stream_complete: bool | None = None
     logprobs_mode: str | None = None
+    unknown_defaults: str | None = None
+    """Why it is not known what the engine put in for what the request leaves out."""
     is_constrained: bool = False
     faults: Sequence[str] = ()
     """Why the content can't be trusted at all."""

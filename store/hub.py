@@ -9,6 +9,7 @@ Knows HTTP, keys and the size of bodies; what an operation does is in `operation
 Invariants:
 
 * 200 to `/v1/traces` means on disk, all but the `rejected_spans` that it names;
+* an agent's key does not send spans that a gateway vouches for;
 * 400 is for what the caller sent and will never be taken; whatever else fails is 503, and the same
   request may be sent again;
 * without keys only requests that name a loopback host, and come from no foreign web page, are answered;
@@ -43,6 +44,7 @@ from spangrad.store.records import Span
 from spangrad.store.tables.database import OUTAGES
 from spangrad.store.wire import SPANS_TYPE, spans_to_frames
 from spangrad.store.writer import GroupWriter
+from spangrad.tracer.conventions import SCOPE_GATEWAY
 
 logger = logging.getLogger(__name__)
 
@@ -154,16 +156,22 @@ class _Hub:
     async def traces(self, request: Request) -> Response:
         body = await _body(request)
         is_json = request.headers.get("content-type", "").partition(";")[0].strip() == "application/json"
-        spans, rejected = await run_in_threadpool(_decode, body, is_json)
+        spans, unreadable = await run_in_threadpool(_decode, body, is_json)
+        forged = 0
+        if request.state.role is Role.AGENT:
+            sent, spans = spans, [span for span in spans if span.scope != SCOPE_GATEWAY]
+            forged = len(sent) - len(spans)
         stored = self._writer.submit(spans, len(body))
         if stored is None:
             raise _Refused(503, "too many spans wait to be written; send them again later")
         new, put_aside = await asyncio.wrap_future(stored)
         reply = ExportTraceServiceResponse()
-        why = ["spans need a trace id of 16 bytes and a span id of 8"] if rejected else []
+        why = ["spans need a trace id of 16 bytes and a span id of 8"] if unreadable else []
+        if forged:
+            why.append(f"{forged} spans of a gateway came with the agent key; it needs the evaluator key")
         if put_aside:
             why.append(f"{put_aside} spans could not be stored; the hub's log says why")
-        rejected += put_aside
+        rejected = unreadable + forged + put_aside
         if rejected:
             reply.partial_success.rejected_spans = rejected
             reply.partial_success.error_message = "; ".join(why)

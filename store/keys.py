@@ -20,9 +20,9 @@ class Role(IntEnum):
     """What a key allows; each role may do what the lower ones may."""
 
     AGENT = 1
-    """Send spans. Nothing else: this key is within the policy's reach."""
+    """Send spans, but not a gateway's. Nothing else: this key is within the policy's reach."""
     EVALUATOR = 2
-    """Also work on rollouts, reward them, and read."""
+    """Also work on rollouts, reward them, read, and vouch for calls as a gateway does."""
     TRAINER = 3
     """Everything."""
 

@@ -239,7 +239,7 @@ class Run:
             self.weights,
             self.policy_version,
             gateway_url=serving.gateway_url,
-            gateway_key=self.keys.agent,
+            gateway_key=self.keys.trainer,
         )
         self.store.put_policy(
             Policy(

@@ -52,12 +52,31 @@ def test_text_alone_is_graded_text():
         ({c.LOGPROBS_MODE: "raw", c.REQUEST_TOP_P: 0.9}, "top_p 0.9"),
         ({c.REQUEST_TEMPERATURE: 0.0}, "greedily"),
         ({c.LOGPROBS_MODE: "processed", c.REQUEST_TOP_P: 0.9}, "can't recompute"),
+        ({c.LOGPROBS_MODE: "processed", c.REQUEST_EXTRA: '{"typical_p": 0.9}'}, "typical_p 0.9"),
+        ({c.LOGPROBS_MODE: "processed", c.REQUEST_EXTRA: '{"mirostat": 2}'}, "mirostat 2"),
+        ({c.LOGPROBS_MODE: "processed", c.REQUEST_EXTRA: '{"best_of": 4}'}, "best_of 4"),
+        ({c.LOGPROBS_MODE: "processed", c.REQUEST_EXTRA: '{"vllm_xargs": {"a": 1}}'}, "vllm_xargs"),
+        ({c.LOGPROBS_MODE: "processed", c.SAMPLING_DEFAULTS: '{"top_k": 20}'}, "top_k 20"),
+        ({c.SAMPLING_DEFAULTS: '"started with auto"'}, "sampling defaults unknown: frequency_penalty, min_p"),
     ],
 )
 def test_doubtful_logprobs_make_a_call_ids(changes, reason):
     call = graded(text_attributes(**{**token_attributes(), **changes}))
     assert call.grade is Grade.IDS
     assert any(reason in given for given in call.grade_reasons), call.grade_reasons
+
+
+def test_a_request_that_leaves_nothing_to_defaults_does_not_need_to_know_them():
+    asked = {"top_k": -1, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
+    said = {c.REQUEST_TEMPERATURE: 1.0, c.REQUEST_TOP_P: 1.0, c.REQUEST_EXTRA: json.dumps(asked)}
+    said[c.SAMPLING_DEFAULTS] = '"started with auto"'
+    assert graded(text_attributes(**token_attributes(), **said)).grade is Grade.EXACT
+
+
+def test_what_the_request_asks_for_counts_more_than_defaults():
+    said = {c.REQUEST_TEMPERATURE: 0.7, c.SAMPLING_DEFAULTS: '{"temperature": 0.2}'}
+    call = graded(text_attributes(**token_attributes(), **said))
+    assert (call.grade, call.sampling["temperature"]) == (Grade.EXACT, 0.7)
 
 
 def test_raw_logprobs_are_exact_at_temperature_1():

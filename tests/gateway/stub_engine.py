@@ -58,6 +58,10 @@ class StubEngine:
     headers: list[dict[str, str]] = field(default_factory=list)
     queries: list[str] = field(default_factory=list)
     asked_versions: int = 0
+    server_info: Any = None
+    """None: it is not in development mode."""
+    asked_settings: int = 0
+    reply_headers: dict[str, str] = field(default_factory=dict)
     cancelled: int = 0
 
     def __post_init__(self) -> None:
@@ -78,6 +82,7 @@ class StubEngine:
                 Route("/tokenize", self.tokenize, methods=["POST"]),
                 Route("/health", self.health),
                 Route("/weight_info", self.weight_info),
+                Route("/server_info", self.settings),
                 Route("/pause", self.health, methods=["POST"]),
                 *TextRoutes(self).routes(),
             ]
@@ -95,6 +100,11 @@ class StubEngine:
         if self.weight_info_status != 200:
             return Response(status_code=self.weight_info_status)
         return JSONResponse({"weight_version": self.version})
+
+    async def settings(self, request: Request) -> Response:
+        self.asked_settings += 1
+        assert request.query_params["config_format"] == "json"
+        return Response(status_code=404) if self.server_info is None else JSONResponse(self.server_info)
 
     async def released(self) -> None:
         await asyncio.to_thread(self.release.wait, 20.0)
@@ -115,7 +125,8 @@ class StubEngine:
         if "HOLD" in text:
             await self.hold(request)
         reply = chat_reply(body, text, tokens, prompt)
-        return JSONResponse(reply | {"choices": [None]} if "ODD" in text else reply)
+        reply = reply | {"choices": [None]} if "ODD" in text else reply
+        return JSONResponse(reply, headers=self.reply_headers)
 
     async def tokenize(self, request: Request) -> Response:
         body = json.loads(await request.body())

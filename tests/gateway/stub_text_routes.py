@@ -71,8 +71,15 @@ class TextRoutes:
     async def stored_response(self, request: Request) -> Response:
         if not self._engine.keeps_responses:
             return JSONResponse({"error": {"message": "not found", "type": "NotFoundError"}}, 404)
+        if request.query_params.get("stream") == "true":
+            return StreamingResponse(self._held_events(), media_type="text/event-stream")
         answer = {"id": request.path_params["response_id"], "object": "response", "method": request.method}
         return JSONResponse(answer)
+
+    async def _held_events(self) -> AsyncIterator[str]:
+        yield 'event: response.created\ndata: {"type": "response.created"}\n\n'
+        await self._engine.released()
+        yield 'event: response.completed\ndata: {"type": "response.completed"}\n\n'
 
     async def embeddings(self, request: Request) -> Response:
         body = await self._body(request)

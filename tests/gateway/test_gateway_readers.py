@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from spangrad.tracer.gateway.readers import TokenReader
+from spangrad.tracer import conventions as names
+from spangrad.tracer.gateway.readers import Facts, TokenReader
 from spangrad.tracer.gateway.rewrite import Route, upstream_request
 
 
@@ -29,3 +30,20 @@ def test_a_stream_is_complete_once_every_choice_of_every_prompt_has_ended(
         chunk = {"choices": [{"index": index, "text": "x", "finish_reason": "stop"}]}
         reader.take(b"data: " + json.dumps(chunk).encode() + b"\n\n")
     assert reader.is_complete()
+
+
+def test_a_stream_whose_chunks_with_text_lost_some_ids_has_none() -> None:
+    raw = json.dumps({"model": "m", "stream": True, "messages": []}).encode()
+    reader = TokenReader(upstream_request(raw, Route.CHAT, {}), Route.CHAT, keeps_raw=False)
+    for ids, delta in (
+        ([5], {"content": "a"}),
+        (None, {"content": "b"}),
+        (None, {}),
+        ([6], {"content": "c"}),
+    ):
+        choice = {"index": 0, "delta": delta, "token_ids": ids, "logprobs": None, "finish_reason": None}
+        reader.take(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+    attributes = reader.attributes(Facts(version=1, version_problem=None, logprobs_mode="processed"))
+    assert names.SAMPLED_TOKEN_IDS not in attributes
+    told = json.loads(attributes[names.DROPPED])
+    assert told["sampled_token_ids"] == "1 chunks with text came without token ids"

@@ -163,6 +163,15 @@ def test_a_stored_response_is_found_at_the_engine_that_keeps_it(
             assert answer.status_code == (404 if keeper is None else 200), path
 
 
+def test_a_stored_response_is_streamed_as_it_comes(engine: StubEngine, gateway: Setup) -> None:
+    with httpx.stream("GET", f"{gateway.url}/v1/responses/resp_5", params={"stream": "true"}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = answer.iter_text()
+        assert "response.created" in next(events)  # while the engine still holds the rest back
+        engine.release.set()
+        assert "response.completed" in "".join(events)
+
+
 def test_counting_tokens_is_passed_on_without_a_span(start_gateway: GatewayFactory) -> None:
     gateway = start_gateway(models={"claude-x": "stub"})
     with claude(gateway, "/rollout/r-1") as sdk:

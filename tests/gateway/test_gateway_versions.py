@@ -1,6 +1,8 @@
 """Which policy version a call's tokens get, and when none."""
 
 import threading
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -86,3 +88,32 @@ def test_an_engine_without_weight_info_leaves_versions_unknown(gateway: Setup) -
     attributes = gateway.attributes()
     assert dropped(attributes) == {"policy_versions": "GET /weight_info answered 404"}
     assert len(ids(attributes)) == 3
+
+
+def test_a_silent_engine_delays_the_calls_of_one_timeout_and_not_those_after_it(
+    engine: StubEngine, start_gateway: GatewayFactory
+) -> None:
+    gateway = start_gateway(version_ttl_s=0.0, version_timeout_s=1.0)
+    engine.tell_version.clear()
+    ask(gateway)
+    gateway.flush()
+    asked = engine.asked_versions
+    began = time.monotonic()
+    for _ in range(5):
+        ask(gateway)
+    waited_s = time.monotonic() - began
+    gateway.flush()
+    # Nobody waits: at most one more request can have begun and timed out meanwhile.
+    assert engine.asked_versions - asked <= 1 + int(waited_s)
+    assert [dropped(span.attributes or {}).get("policy_versions") for span in gateway.spans()] == [
+        "GET /weight_info was not answered within 1 s"
+    ] * 6
+    engine.tell_version.set()
+    wait_until(lambda: knows_version(gateway))
+    gateway.flush()
+
+
+def knows_version(gateway: Setup) -> bool:
+    ask(gateway)
+    attributes: Mapping[str, Any] = gateway.spans()[-1].attributes or {}
+    return names.POLICY_VERSIONS in attributes

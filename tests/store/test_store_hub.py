@@ -293,6 +293,27 @@ def test_an_agent_can_send_spans_and_nothing_else(locked_hub: HubProcess, keys: 
         evaluator.finish("a", 0)
 
 
+def test_an_agent_can_not_vouch_for_calls_as_a_gateway_does(
+    locked_hub: HubProcess, keys: tuple[Keys, Path]
+) -> None:
+    def send(key: str) -> ExportTraceServiceResponse:
+        own, forged = span(new_trace()), replace(span(new_trace()), scope=names.SCOPE_GATEWAY)
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/x-protobuf"}
+        answer = httpx.post(f"{locked_hub.url}/v1/traces", content=request([own, forged]), headers=headers)
+        assert answer.status_code == 200
+        reply: ExportTraceServiceResponse = ExportTraceServiceResponse.FromString(answer.content)
+        with HubClient(locked_hub.url, keys[0].trainer) as trainer:
+            stored = {s.trace_id for s in trainer.spans(trace_ids=[own.trace_id, forged.trace_id])}
+        is_refused = bool(reply.partial_success.rejected_spans)
+        assert (own.trace_id in stored, forged.trace_id in stored) == (True, not is_refused)
+        return reply
+
+    refused = send(keys[0].agent).partial_success
+    assert refused.rejected_spans == 1
+    assert "1 spans of a gateway came with the agent key" in refused.error_message
+    assert send(keys[0].evaluator).partial_success.rejected_spans == 0
+
+
 def test_a_missing_or_wrong_key_is_refused(locked_hub: HubProcess, keys: tuple[Keys, Path]) -> None:
     for key in (None, "wrong", keys[0].trainer[:-1], keys[0].trainer + "x", "ü" * 20):
         header = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]

@@ -24,15 +24,7 @@ SEPARATOR = "~"
 """Between key, rollout and attempt; no other part of a key."""
 SCOPE_ROLLOUT = "spangrad.key_rollout"
 """Where the ASGI scope of a request holds its `KeyRollout`."""
-MAX_ATTEMPT_DIGITS = 20
-"""Longer texts are not even read as numbers."""
 _HEADERS = (b"authorization", b"x-api-key")
-
-
-def attempt_number(text: str) -> int | None:
-    """`text` as an attempt, or None if it is none."""
-    is_number = text.isascii() and text.isdigit() and len(text) <= MAX_ATTEMPT_DIGITS
-    return int(text) if is_number and int(text) <= names.MAX_ATTEMPT else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +40,7 @@ class KeyRollout:
         """Read what is behind the first separator of a key. Raises ValueError, without the text."""
         encoded, has_attempt, attempt_text = text.partition(SEPARATOR)
         rollout_id = unquote(encoded)
-        attempt = attempt_number(attempt_text) if has_attempt else None
+        attempt = names.attempt_number(attempt_text) if has_attempt else None
         if not rollout_id or (has_attempt and attempt is None):
             raise ValueError(
                 "the API key names no rollout; expected KEY~ROLLOUT or KEY~ROLLOUT~ATTEMPT with an "

@@ -26,13 +26,12 @@ from starlette.routing import Route as HttpRoute
 from starlette.types import Receive, Scope, Send
 
 from spangrad.tracer import conventions as names
-from spangrad.tracer.exporter import HubExporter, SpoolExporter
+from spangrad.tracer.exporter import SpoolExporter
 from spangrad.tracer.gateway.agent_keys import (
     SCOPE_ROLLOUT,
     KeyRollout,
     RequireAgentKey,
     RolloutKeys,
-    attempt_number,
 )
 from spangrad.tracer.gateway.call import Call, Counts, Services
 from spangrad.tracer.gateway.config import GatewayConfig
@@ -45,6 +44,8 @@ from spangrad.tracer.gateway.reads import Reads
 from spangrad.tracer.gateway.rewrite import UpstreamRequest
 from spangrad.tracer.gateway.routes import PASSED_ON, ROUTES, RecordedRoute
 from spangrad.tracer.gateway.spans import SpanRecorder
+from spangrad.tracer.hub_exporter import HubExporter
+from spangrad.tracer.redaction import rule_of
 
 UNWIND_S = 2.0
 """Longest wait for calls that were cut when the gateway stopped to give up their spans."""
@@ -67,7 +68,7 @@ def create_app(config: GatewayConfig, *, exporter: SpanExporter | None = None) -
         instance=secrets.token_hex(8),
         config=config,
         engines=EnginePool(config),
-        recorder=SpanRecorder(exporter or _exporter(config)),
+        recorder=SpanRecorder(exporter or _exporter(config), redact=rule_of(config.redact)),
         counts=Counts(),
         tokens_in=TokensIn() if config.fidelity == "tokens-in" else None,
         raw_log=RawLog(config.raw_log) if config.raw_log is not None else None,
@@ -200,7 +201,7 @@ def _origin(request: Request) -> dict[str, Any]:
 
 
 def _attempt(text: str, where: str) -> int:
-    attempt = attempt_number(text)
+    attempt = names.attempt_number(text)
     if attempt is None:
         raise ValueError(f"{where} is {text[:40]!r}; expected a number from 0 to {names.MAX_ATTEMPT}")
     return attempt

@@ -21,6 +21,7 @@ from starlette.types import Message, Receive, Send
 
 from spangrad.tracer import conventions as names
 from spangrad.tracer.gateway.config import GatewayConfig
+from spangrad.tracer.gateway.engine_settings import EngineSettings
 from spangrad.tracer.gateway.engines import CONNECT_ERRORS, Engine, EnginePool, Lease
 from spangrad.tracer.gateway.follow_up import FollowUp, TokensIn
 from spangrad.tracer.gateway.http_parts import (
@@ -36,7 +37,9 @@ from spangrad.tracer.gateway.rewrite import UpstreamRequest, dump
 from spangrad.tracer.gateway.routes import RecordedRoute
 from spangrad.tracer.gateway.spans import SpanRecorder, traceparent
 from spangrad.tracer.gateway.versions import Observation, version_of_call
+from spangrad.tracer.span_size import shorten
 from spangrad.tracer.wire import chat
+from spangrad.tracer.wire.caching import is_served_by_cache
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +106,7 @@ class Call:
         self._ended_at: float | None = None
         self._end_ns = start_ns
         self._held: asyncio.Future[None] | None = None
+        self._is_cached = False
         services.counts.calls += 1
         services.counts.running += 1
 
@@ -135,6 +139,7 @@ class Call:
                 self._error = (kind if lease.error is None else type(lease.error).__name__, message)
                 await self._answer_error(send, status, kind, message)
                 return
+            self._is_cached = is_served_by_cache(response.headers.items())
             try:
                 kind = response.headers.get("content-type", "")
                 if response.is_success and kind.startswith("text/event-stream"):
@@ -236,19 +241,26 @@ class Call:
     async def _record(self) -> None:
         services = self._services
         version, problem = None, None
+        settings = EngineSettings()
         engine = self._engine
         before, ended_at = self._before, self._ended_at
         if engine and before is not None and ended_at is not None and self._reader.needs_version():
             after = await engine.versions.observe(ended_at)
             version, problem = version_of_call(before, after)
+            settings = await engine.settings.known()
         error = self._error or self._reader.problem()
-        attributes = self._content(Facts(version, problem, services.config.logprobs_mode))
+        attributes, dropped = self._content(Facts(version, problem, services.config.logprobs_mode, settings))
         attributes |= self._whose()
+        if self._is_cached:
+            attributes[names.CACHED] = True
         if self._request.is_stream:
             attributes[names.STREAM_COMPLETE] = self._reader.is_complete() and error is None
         if error is not None:
             attributes[names.ERROR_TYPE] = error[0]
             services.counts.failed += 1
+        shorten(attributes, dropped)
+        if dropped:
+            attributes[names.DROPPED] = chat.dumps(dropped)
         services.recorder.end(self._span, attributes, end_ns=self._end_ns, error=error)
         if services.raw_log is not None:
             services.raw_log.write(
@@ -272,7 +284,8 @@ class Call:
             engine[names.TOKENS_IN] = self._follow_up.outcome
         return {**self._origin, **engine}
 
-    def _content(self, facts: Facts) -> dict[str, Any]:
+    def _content(self, facts: Facts) -> tuple[dict[str, Any], dict[str, str]]:
+        """What was asked and answered, and what of it can't be told."""
         attributes: dict[str, Any] = {names.OPERATION_NAME: self._route.operation}
         dropped: dict[str, str] = {}
         parts: dict[str, Callable[[], Mapping[str, Any]]] = {
@@ -286,9 +299,7 @@ class Call:
                 attributes |= part
             except Exception as error:  # foreign data: whatever it is, the span must come out
                 dropped[what] = f"can't be read: {type(error).__name__}: {error}"
-        if dropped:
-            attributes[names.DROPPED] = chat.dumps(dropped)
-        return attributes
+        return attributes, dropped
 
 
 async def _unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> bool:

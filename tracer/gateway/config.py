@@ -1,6 +1,6 @@
 """What a gateway needs to know; checked before anything starts.
 
-Knows no HTTP and no OpenTelemetry.
+Knows no HTTP and makes no spans.
 """
 
 import ipaddress
@@ -12,6 +12,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from spangrad.errors import ConfigError
+from spangrad.tracer.redaction import Rule, rule_of
 
 _ABOVE_0 = (
     "request_timeout_s",
@@ -91,6 +92,8 @@ class GatewayConfig:
 
     None: everybody on this machine may call.
     """
+    operator_keys: Sequence[str] = field(default=(), repr=False)
+    """Keys with which callers on other machines may flush, refresh and drain; those on this one need none."""
     engine_key: str | None = field(default=None, repr=False)
     """Key sent to the engine. Without it and without `agent_key` the agent's own key is passed on."""
     models: Mapping[str, str] = field(default_factory=dict)
@@ -104,7 +107,7 @@ class GatewayConfig:
     request_timeout_s: float = 600.0
     """Longest silence of the engine, in seconds: until a reply, or between two chunks of a stream."""
     logprobs_mode: Literal["processed", "raw"] = "processed"
-    """The engine's `--logprobs-mode`, without `_logprobs`; the engine doesn't tell, so it is stated here."""
+    """The engine's `--logprobs-mode`, without `_logprobs`, for an engine that doesn't tell it itself."""
     fidelity: Literal["as-asked", "tokens-in"] = "as-asked"
     """`tokens-in`: follow-up chat calls of a rollout are sent with its own token ids, which can change what
     the policy sees; needs `POST /tokenize` of the engine."""
@@ -128,6 +131,10 @@ class GatewayConfig:
     """
     spool_dir: Path | None = None
     """Folder where spans wait while the hub is down; None: the exporter's default."""
+    redact: bool | str | Rule | None = None
+    """What is taken out of texts before they leave the process, as for `spangrad.init(redact=...)`. With it
+    there is no journal: it would hold them in clear.
+    """
     raw_log: Path | None = None
     """File that gets one JSON line a call with the engine's raw reply; None: no such log."""
 
@@ -136,6 +143,8 @@ class GatewayConfig:
         self._check_engines()
         if not self.store:
             raise ConfigError("gateway.store is empty; give a hub's URL or the path of a file store")
+        if rule_of(self.redact) is not None and self.raw_log is not None:
+            raise ConfigError("gateway.raw_log holds replies as they are; leave it out, or leave out redact")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"gateway.port is {self.port}; expected 0 to 65535")
         if self.agent_key is None and not is_loopback(self.host):
@@ -145,6 +154,10 @@ class GatewayConfig:
             )
         if self.agent_key == "":
             raise ConfigError("gateway.agent_key is empty; leave it out or give a key")
+        if self.agent_key is not None and self.agent_key in self.operator_keys:
+            raise ConfigError(
+                "gateway.operator_keys has the agents' key, within the policy's reach; leave it out"
+            )
         if self.agent_key is not None and "~" in self.agent_key:
             raise ConfigError(
                 "gateway.agent_key has a '~', behind which agents name a rollout; use another key"

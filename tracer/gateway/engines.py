@@ -23,6 +23,7 @@ from typing import Any, Self
 import httpx
 
 from spangrad.tracer.gateway.config import GatewayConfig, HostedModel
+from spangrad.tracer.gateway.engine_settings import NoSettings, SettingsWatch
 from spangrad.tracer.gateway.hosted import SCHEME, HostedTransport
 from spangrad.tracer.gateway.upstream import EngineClient
 from spangrad.tracer.gateway.versions import NoVersions, VersionWatch
@@ -50,6 +51,7 @@ class Engine:
     """`trained` or `frozen`."""
     client: EngineClient
     versions: VersionWatch | NoVersions
+    settings: SettingsWatch | NoSettings
     provider: str = "vllm"
     problem: str | None = None
     """Why it is out; None while it is healthy."""
@@ -81,6 +83,7 @@ class Engine:
         if self.problem is None:
             logger.warning("engine %s is out: %s", self.url, problem)
         self.problem = problem
+        self.settings.forget()
 
     def back(self) -> None:
         """Give it calls again."""
@@ -238,6 +241,7 @@ class EnginePool:
                     initial_version=config.initial_version,
                     timeout_s=config.version_timeout_s,
                 ),
+                SettingsWatch(self._client, entry.url),
             )
             for entry in config.all_engines
         )
@@ -326,7 +330,7 @@ def _hosted_engine(name: str, model: HostedModel, timeout_s: float) -> Engine:
     transport = HostedTransport(name, model, timeout_s=timeout_s)
     client = EngineClient(transport=transport, timeout=None)
     url = SCHEME + model.model
-    return Engine(url, None, (name,), "frozen", client, NoVersions(), provider=transport.provider)
+    return Engine(url, None, (name,), "frozen", client, NoVersions(), NoSettings(), transport.provider)
 
 
 async def drained(engine: Engine, timeout_s: float) -> bool:

@@ -126,16 +126,10 @@ def engine_failure(error: httpx.HTTPError, url: str, timeout_s: float) -> tuple[
     return 502, f"the engine at {url} broke off its reply ({name})"
 
 
-def bearer_matches(request: Request, key: str) -> bool:
-    """Whether a request carries `Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`."""
-    scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        sent = request.headers.get("x-api-key", "")
-    return hmac.compare_digest(sent.strip().encode(), key.encode())
-
-
 def is_operator(request: Request, config: GatewayConfig) -> bool:
-    """Whether a request comes from this machine or carries the store's key."""
+    """Whether a request comes from this machine or carries `Authorization: Bearer KEY` of an operator."""
     if request.client is not None and is_loopback(request.client.host):
         return True
-    return config.store_key is not None and bearer_matches(request, config.store_key)
+    scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+    key = sent.strip().encode() if scheme.lower() == "bearer" else b""
+    return any([hmac.compare_digest(key, known.encode()) for known in config.operator_keys])

@@ -1,7 +1,8 @@
 """The gateway's own routes, for the trainer and for people: how it is, flush, refresh, drain.
 
 Invariants: whatever changes something is refused to callers that are neither on this machine
-nor hold the store's key; nothing here is passed on to an engine.
+nor hold an operator's key, and only they make the gateway ask its engines; nothing here is passed
+on to an engine.
 """
 
 import asyncio
@@ -25,11 +26,12 @@ class Operator:
         self._services = services
 
     async def health(self, request: Request) -> Response:
-        """Whether engines answer, asked now, and what has been recorded."""
+        """Whether engines answer, asked now for operators, and what has been recorded."""
         services = self._services
         engines = services.engines.engines
-        timeout_s = services.config.health_timeout_s
-        await asyncio.gather(*(engine.check(timeout_s) for engine in engines))
+        if is_operator(request, services.config):
+            timeout_s = services.config.health_timeout_s
+            await asyncio.gather(*(engine.check(timeout_s) for engine in engines))
         # Rollout workers wait for `engine.reachable`: it speaks for all engines.
         shown = next((engine for engine in engines if engine.problem is None), services.engines.all[0])
         return JSONResponse(
@@ -138,5 +140,5 @@ def _policy_version(engine: Engine) -> dict[str, Any]:
 
 def _not_an_operator() -> Response:
     return error_response(
-        403, "forbidden", "only callers on this machine or with the store's key may do this"
+        403, "forbidden", "only callers on this machine or with an operator's key may do this"
     )

@@ -12,10 +12,11 @@ Knows vLLM's, OpenAI's and Anthropic's JSON. Knows no HTTP and no OpenTelemetry.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from spangrad.tracer import conventions as names
+from spangrad.tracer.gateway.engine_settings import EngineSettings
 from spangrad.tracer.gateway.raw_log import parse_json
 from spangrad.tracer.gateway.record import choice_count, reply_attributes
 from spangrad.tracer.gateway.reply import Reply
@@ -49,6 +50,8 @@ class Facts:
     """Policy version that sampled every token; None: unknown."""
     version_problem: str | None
     logprobs_mode: str
+    """The config's, for engines that do not tell."""
+    settings: EngineSettings = field(default_factory=EngineSettings)
 
 
 class Reader(Protocol):
@@ -160,6 +163,7 @@ class TokenReader:
             version=facts.version,
             version_problem=facts.version_problem,
             logprobs_mode=facts.logprobs_mode,
+            settings=facts.settings,
         )
 
     def raw(self) -> list[bytes]:

@@ -4,12 +4,12 @@ Knows HTTP. Knows no spans and no calls.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from spangrad.tracer.gateway.call import Services
 from spangrad.tracer.gateway.engines import CONNECT_ERRORS, Engine
@@ -113,12 +113,33 @@ class Reads:
     ) -> httpx.Response:
         url = httpx.URL(engine.url + path).copy_with(query=request.url.query.encode() or None)
         headers = upstream_headers(request.headers, self._services.config, engine.key)
-        return await engine.client.request(
-            "GET" if content is None else "POST", url, headers=headers, content=content
-        )
+        method = "GET" if content is None else "POST"
+        sent = engine.client.build_request(method, url, headers=headers, content=content)
+        answer = await engine.client.send(sent, stream=True)
+        if not _is_stream(answer):
+            await answer.aread()
+        return answer
+
+
+def _is_stream(upstream: httpx.Response) -> bool:
+    kind: str = upstream.headers.get("content-type", "")
+    return kind.startswith("text/event-stream")
 
 
 def _answer(upstream: httpx.Response) -> Response:
-    response = Response(upstream.content, upstream.status_code)
+    response: Response
+    if _is_stream(upstream):
+        response = StreamingResponse(_pieces(upstream), upstream.status_code)
+    else:
+        response = Response(upstream.content, upstream.status_code)
     response.raw_headers = [*response.raw_headers, *reply_headers(upstream.headers)]
     return response
+
+
+async def _pieces(upstream: httpx.Response) -> AsyncIterator[bytes]:
+    """The body as it comes; the engine is let go of when the client leaves."""
+    try:
+        async for piece in upstream.aiter_raw():
+            yield piece
+    finally:
+        await upstream.aclose()

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spangrad.tracer import conventions as names
+from spangrad.tracer.gateway.engine_settings import EngineSettings
 from spangrad.tracer.gateway.reply import Reply, ReplyChoice
 from spangrad.tracer.gateway.rewrite import Route
 from spangrad.tracer.wire import chat
@@ -41,7 +42,13 @@ def request_attributes(body: Any, route: Route) -> dict[str, Any]:
 
 
 def reply_attributes(
-    reply: Reply, body: Any, *, version: int | None, version_problem: str | None, logprobs_mode: str
+    reply: Reply,
+    body: Any,
+    *,
+    version: int | None,
+    version_problem: str | None,
+    logprobs_mode: str,
+    settings: EngineSettings | None = None,
 ) -> dict[str, Any]:
     """Attributes of a reply, complete or not.
 
@@ -50,7 +57,8 @@ def reply_attributes(
         body: The client's request.
         version: Policy version that sampled every token; None: unknown.
         version_problem: Why the version is unknown.
-        logprobs_mode: `processed` or `raw`, as the engine was started.
+        logprobs_mode: `processed` or `raw`, as the gateway's config says that the engine was started.
+        settings: What the engine says itself; None: nothing.
     """
     attributes: dict[str, Any] = {}
     dropped: dict[str, str] = {}
@@ -64,8 +72,7 @@ def reply_attributes(
             [output_message(_said(choice, body, dropped), choice.finish_reason) for choice in choices]
         )
         dropped |= _add_tokens(attributes, reply, body, version)
-        if any(name.startswith(names.SAMPLED_LOGPROBS) for name in attributes):
-            attributes[names.LOGPROBS_MODE] = logprobs_mode
+        _add_settings(attributes, dropped, logprobs_mode, settings or EngineSettings())
         if version is None and version_problem is not None:
             dropped["policy_versions"] = version_problem
     attributes |= _usage(reply)
@@ -93,6 +100,10 @@ def _add_tokens(attributes: dict[str, Any], reply: Reply, body: Any, version: in
             dropped[names.choice_key("sampled_token_ids", index)] = "the engine sent none"
             continue
         logprobs = _without_prompt(choice, reply, body)
+        if choice.chunks_without_ids:
+            gaps = f"{choice.chunks_without_ids} chunks with text came without token ids"
+            dropped[names.choice_key("sampled_token_ids", index)] = gaps
+            continue
         if (problem := sum_problem or _length_problem(choice.token_ids, logprobs)) is not None:
             dropped[names.choice_key("sampled_token_ids", index)] = problem
             continue
@@ -106,6 +117,24 @@ def _add_tokens(attributes: dict[str, Any], reply: Reply, body: Any, version: in
             packed = names.pack_floats(logprobs)
             attributes[names.choice_key(names.SAMPLED_LOGPROBS, index)] = packed
     return dropped
+
+
+def _add_settings(
+    attributes: dict[str, Any], dropped: dict[str, str], stated_mode: str, settings: EngineSettings
+) -> None:
+    """Add what the logprobs are of, and what was put in for what the request leaves out."""
+    found = [name for name in attributes if name.startswith(names.SAMPLED_LOGPROBS)]
+    if not found:
+        return
+    mode, is_logprobs, kind = (settings.logprobs_mode or f"{stated_mode}_logprobs").partition("_logprobs")
+    if not is_logprobs or kind:
+        for name in found:
+            del attributes[name]
+            dropped[name] = f"the engine gives {settings.logprobs_mode}: these are no logprobs"
+        return
+    attributes[names.LOGPROBS_MODE] = mode
+    if settings.is_known:
+        attributes[names.SAMPLING_DEFAULTS] = chat.dumps(settings.unknown_defaults or dict(settings.defaults))
 
 
 def _length_problem(token_ids: Sequence[int], logprobs: Sequence[float] | None) -> str | None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from spangrad.tracer.wire.streams import has_text
 from spangrad.tracer.wire.tokens import NO_LOGPROB
 
 TEXT_FIELDS = ("content", "refusal", "reasoning", "reasoning_content")
@@ -24,11 +25,15 @@ class ReplyChoice:
     stop_reason: int | str | None = None
     """vLLM's: the stop string or stop token that ended the choice; None: it ended by itself or was cut."""
     token_ids: list[int] | None = None
+    chunks_without_ids: int = 0
+    """Chunks that had text and no ids."""
     logprobs: list[float] | None = None
     """`NO_LOGPROB` where a token came without one."""
 
     def add_tokens(self, choice: Mapping[str, Any]) -> None:
         """Append the ids and logprobs of a choice or of its delta."""
+        if choice.get("token_ids") is None and has_text(choice):
+            self.chunks_without_ids += 1
         if (ids := choice.get("token_ids")) is not None:
             self.token_ids = (self.token_ids or []) + ids
         block = choice.get("logprobs")

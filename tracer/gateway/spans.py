@@ -6,16 +6,21 @@ exporter.
 
 Invariants: a span is exported once or counted as dropped; what waits on disk for a hub is
 not counted as exported, and is sent without a call or a flush once the hub takes it; the
-exporter's queue never overflows unseen; recording never raises into a call.
+exporter's queue never overflows unseen; recording never raises into a call; an ended span is in
+the journal until it is exported, unless texts must not be on disk as they are (`redact`).
 
 Knows OpenTelemetry. Knows no HTTP and no model calls.
 """
 
 import asyncio
+import itertools
 import logging
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from opentelemetry import trace
@@ -29,6 +34,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from spangrad.errors import ConfigError
 from spangrad.tracer.conventions import SCOPE_GATEWAY, storable
 from spangrad.tracer.exporter import Exporter, OtherExporter
+from spangrad.tracer.journal import Journal
+from spangrad.tracer.recovery import head_of, span_record
+from spangrad.tracer.redaction import Remembered, Rule, redacted_span
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +48,8 @@ SCHEDULE_DELAY_MS = 100.0
 WARN_EVERY_S = 30.0
 DRAIN_EVERY_S = 1.0
 """How often spans that wait on disk are offered to the hub."""
+RECOVER_EVERY = 10
+"""Journals of killed processes are looked for every so many times."""
 CLOSE_S = 5.0
 """After it, spans of a gateway that stops go to disk without a try to deliver them."""
 
@@ -49,18 +59,25 @@ _propagator = TraceContextTextMapPropagator()
 class SpanRecorder:
     """The gateway's own tracer: it shares nothing with a tracer that the process may have."""
 
-    def __init__(self, exporter: SpanExporter) -> None:
-        """Send spans to `exporter`, which is shut down with the recorder. Raises ConfigError."""
+    def __init__(self, exporter: SpanExporter, *, redact: Rule | None = None) -> None:
+        """Send spans to `exporter`, which is shut down with the recorder, without what `redact` takes out.
+
+        Raises ConfigError.
+        """
         if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
             raise ConfigError("OTEL_SDK_DISABLED is 'true', so a gateway would record nothing; unset it")
         known = exporter if isinstance(exporter, Exporter) else OtherExporter(exporter)
-        self._exporter = _CountingExporter(known)
+        resource = Resource.create({"service.name": "spangrad-gateway"})
+        self._journal: _Journal | None = None
+        if known.folder is not None and redact is None:
+            self._journal = _Journal(known.folder, resource)
+        self._exporter = _CountingExporter(known, redact, self._journal)
         # Every limit raised: the SDK's defaults cut attributes away. ALWAYS_ON: a caller's sampling
         # decision is about its own traces.
         unlimited = SpanLimits.UNSET
         self._provider = TracerProvider(
             sampler=ALWAYS_ON,
-            resource=Resource.create({"service.name": "spangrad-gateway"}),
+            resource=resource,
             shutdown_on_exit=False,
             span_limits=SpanLimits(
                 max_attributes=unlimited,
@@ -142,6 +159,8 @@ class SpanRecorder:
             self._drop("the exporter is too slow")
             return
         self._ended += 1
+        if self._journal is not None:
+            self._journal.add(ended)
         self._processor.on_end(ended)
 
     async def flush(self, timeout_s: float) -> bool:
@@ -157,13 +176,15 @@ class SpanRecorder:
         return await asyncio.to_thread(self._flush_exporter, deadline)
 
     async def drain_while_waiting(self) -> None:
-        """Offer the hub what waits on disk, again and again; ends when it is cancelled."""
-        while True:
-            await asyncio.sleep(DRAIN_EVERY_S)
+        """Offer the hub what waits on disk, also what a killed gateway left; ends when it is cancelled."""
+        for turn in itertools.count():
             try:
+                if turn % RECOVER_EVERY == 0:
+                    await asyncio.to_thread(self._exporter.recover)
                 await asyncio.to_thread(self._exporter.drain)
             except Exception:  # boundary: it must go on whatever happened
                 logger.exception("spans that wait on disk could not be sent")
+            await asyncio.sleep(DRAIN_EVERY_S)
 
     async def close(self) -> None:
         """Flush, then shut the exporter down."""
@@ -171,6 +192,8 @@ class SpanRecorder:
         while self._tasks:
             await asyncio.wait(self._tasks)
         await asyncio.to_thread(self._provider.shutdown)
+        if self._journal is not None:
+            self._journal.close()
 
     def counts(self) -> dict[str, int]:
         """Spans that are in the store, dropped, and that are still waiting, in memory or on disk."""
@@ -200,9 +223,33 @@ def traceparent(span: Span) -> dict[str, str]:
     return carrier
 
 
+class _Journal:
+    """A journal that one thread writes and another one, which exports in the same order, makes room in."""
+
+    def __init__(self, folder: Path, resource: Resource) -> None:
+        head = head_of(resource, "", SCOPE_GATEWAY)
+        self._journal: Journal[ReadableSpan] = Journal(folder, head, span_record)
+        self._halves: deque[int | None] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, span: ReadableSpan) -> None:
+        with self._lock:
+            self._halves.append(self._journal.append(span))
+
+    def exported(self, count: int) -> None:
+        with self._lock:
+            self._journal.release([self._halves.popleft() for _ in range(count)])
+
+    def close(self) -> None:
+        with self._lock:
+            self._journal.close()
+
+
 class _CountingExporter(SpanExporter):
-    def __init__(self, exporter: Exporter) -> None:
+    def __init__(self, exporter: Exporter, redact: Rule | None, journal: _Journal | None) -> None:
         self._exporter = exporter
+        self._redact = None if redact is None else Remembered(redact)
+        self._journal = journal
         self.taken = 0
         self.returned = 0
         """Spans that were delivered, kept on disk or lost."""
@@ -220,17 +267,22 @@ class _CountingExporter(SpanExporter):
     def drain(self) -> None:
         self._exporter.drain(at_once=True)
 
+    def recover(self) -> None:
+        self._exporter.recover()
+
     def close_soon(self, within_s: float) -> None:
         self._exporter.close_soon(within_s)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.taken += len(spans)
         try:
-            result = self._exporter.export(spans)
+            result = self._exporter.export([redacted_span(span, self._redact) for span in spans])
         except Exception:  # boundary: the exporter's thread must live on
             logger.exception("%s failed to export %d spans", type(self._exporter).__name__, len(spans))
             self._failed += len(spans)
             result = SpanExportResult.FAILURE
+        if self._journal is not None:
+            self._journal.exported(len(spans))
         self.returned += len(spans)
         return result
 

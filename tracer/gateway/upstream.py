@@ -27,6 +27,8 @@ MAX_BYTES_BODY = 2**20
 WATCH_S = 1.0
 """How often a silent connection is looked at: aiohttp closes one whose chunks can't be read, and tells
 nobody."""
+MAX_HEADER_BYTES = 2**16
+"""Longest header of a response: as long as those that the gateway's own server takes."""
 KEEPALIVE_S = 2.0
 """Below the 5 s after which uvicorn, and so vLLM, closes an idle connection under a request."""
 
@@ -104,6 +106,8 @@ class Connections(httpx.AsyncBaseTransport):
                 auto_decompress=False,
                 skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
                 trust_env=False,
+                max_line_size=MAX_HEADER_BYTES,
+                max_field_size=MAX_HEADER_BYTES,
             )
         return self._session
 

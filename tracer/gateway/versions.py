@@ -6,7 +6,8 @@ after it prove that the whole call was sampled by that version, however old the
 first observation is. Different ones leave the boundary unknown.
 
 Invariants: an observation never counts for a moment after its request was started;
-at most one request is under way; asking never raises.
+at most one request is under way; asking never raises; an engine that does not answer
+delays the calls of one timeout, not those after it.
 
 Knows nothing of spans.
 """
@@ -47,6 +48,8 @@ class VersionWatch:
         self._latest: Observation | None = None
         self._forgotten_at = float("-inf")
         self._asking: asyncio.Task[None] | None = None
+        self._silence: str | None = None
+        """Why nobody waits for an answer: the last one did not come in time."""
 
     @property
     def latest(self) -> Observation | None:
@@ -59,29 +62,39 @@ class VersionWatch:
         self._forgotten_at = time.monotonic()
 
     async def observe(self, not_before: float) -> Observation:
-        """An observation asked at or after `not_before`; callers that can share a request do."""
+        """An observation asked at or after `not_before`; callers that can share a request do.
+
+        Unknown at once while the engine is silent: it is asked again, but nobody waits for that.
+        """
         while True:
             latest = self._latest
             if latest is not None and latest.asked_at >= max(not_before, self._forgotten_at):
                 return latest
             if self._asking is None:
                 self._asking = asyncio.create_task(self._ask())
+            if self._silence is not None:
+                return Observation(not_before, None, self._silence)
             await asyncio.shield(self._asking)
 
     async def _ask(self) -> None:
         asked_at = time.monotonic()
+        silence: str | None = None
         try:
             response = await self._client.get(self._url, timeout=self._timeout_s)
             response.raise_for_status()
             version, problem = self._read(response.json())
         except httpx.HTTPStatusError as error:
             version, problem = None, f"GET /weight_info answered {error.response.status_code}"
+        except httpx.TimeoutException:
+            silence = f"GET /weight_info was not answered within {self._timeout_s:g} s"
+            version, problem = None, silence
         except httpx.HTTPError as error:
             version, problem = None, f"GET /weight_info failed: {type(error).__name__}"
         except ValueError:
             version, problem = None, "GET /weight_info answered no JSON"
         finally:
             self._asking = None
+        self._silence = silence
         self._latest = Observation(asked_at, version, problem)
 
     def _read(self, answer: Any) -> tuple[int | None, str | None]:

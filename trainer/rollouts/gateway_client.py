@@ -34,8 +34,7 @@ def flush(gateway_url: str, key: str | None) -> tuple[bool, GatewayState]:
         httpx.HTTPError: No gateway answers.
         RolloutError: It refuses.
     """
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    reply = httpx.post(f"{gateway_url}/spangrad/flush", headers=headers, timeout=FLUSH_TIMEOUT_S)
+    reply = httpx.post(f"{gateway_url}/spangrad/flush", headers=_headers(key), timeout=FLUSH_TIMEOUT_S)
     if reply.status_code not in (httpx.codes.OK, httpx.codes.SERVICE_UNAVAILABLE):
         answer = f"{reply.status_code} {reply.text[:500]}"
         raise RolloutError(f"the gateway at {gateway_url} does not hand over its spans: {answer}")
@@ -44,22 +43,26 @@ def flush(gateway_url: str, key: str | None) -> tuple[bool, GatewayState]:
     return reply.status_code == httpx.codes.OK, state
 
 
-def engine_answers(gateway_url: str) -> bool:
-    """True if the gateway is up and says that its engine answers."""
+def engine_answers(gateway_url: str, key: str | None = None) -> bool:
+    """True if the gateway is up and says that its engine answers; with an operator's key it asks it now."""
     try:
-        reply = httpx.get(f"{gateway_url}/spangrad/health", timeout=10.0)
+        reply = httpx.get(f"{gateway_url}/spangrad/health", headers=_headers(key), timeout=10.0)
         return reply.status_code == httpx.codes.OK and reply.json()["engine"]["reachable"] is True
     except (httpx.HTTPError, ValueError, KeyError):
         return False
 
 
-def wait_for_engine(gateway_url: str, timeout_s: float) -> None:
+def wait_for_engine(gateway_url: str, timeout_s: float, key: str | None = None) -> None:
     """Wait until the engine behind a gateway answers; EngineError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    while not engine_answers(gateway_url):
+    while not engine_answers(gateway_url, key):
         if time.monotonic() > deadline:
             raise EngineError(
                 f"no engine has answered behind {gateway_url} for {timeout_s:.0f} s;"
                 " start it again (`spangrad serve`), then the same command continues"
             )
         time.sleep(0.5)
+
+
+def _headers(key: str | None) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}

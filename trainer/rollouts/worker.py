@@ -212,7 +212,7 @@ class RolloutWorker:
         if is_flushed and config.has_gateway:
             began = time.monotonic()
             try:
-                is_flushed, self._gateway = flush(config.gateway_url, config.agent_key)
+                is_flushed, self._gateway = flush(config.gateway_url, config.evaluator_key)
             except httpx.HTTPError as error:
                 logger.warning("%s: the gateway can't hand over its spans: %s", self._name, error)
                 self._wait_for_engine(began)
@@ -306,7 +306,8 @@ class RolloutWorker:
             self._report.engine_changed = True
 
     def _wait_for_engine(self, since: float) -> None:
-        wait_for_engine(self._config.gateway_url, self._config.engine_wait_s)
+        config = self._config
+        wait_for_engine(config.gateway_url, config.engine_wait_s, config.evaluator_key)
         waited_s = time.monotonic() - since
         for rollout_id, attempt in self._running.items():
             self._running[rollout_id] = replace(attempt, until=attempt.until + waited_s)

@@ -110,6 +110,14 @@ def gateway(
             "--fidelity", help="tokens-in: send a rollout's follow-up calls with its own token ids."
         ),
     ] = Fidelity.AS_ASKED,
+    redact: Annotated[
+        str | None,
+        typer.Option(
+            "--redact",
+            envvar="SPANGRAD_REDACT",
+            help="Take texts out of spans before they leave the process: default, secrets or emails.",
+        ),
+    ] = None,
     raw_log: Annotated[
         Path | None, typer.Option("--raw-log", help="Append the engine's raw replies here.")
     ] = None,
@@ -126,7 +134,7 @@ def gateway(
     from spangrad.tracer.gateway.serve import serve
 
     log_to_stderr()
-    agent_key = None if (loaded := _keys(keys)) is None else loaded.agent
+    loaded = _keys(keys)
     serve(
         GatewayConfig(
             engines=[
@@ -140,12 +148,14 @@ def gateway(
                 name: _hosted_model(text) for name, text in _named("--hosted", hosted, "NAME=PROVIDER/MODEL")
             },
             store=store,
-            store_key=agent_key if key is None else key,
+            store_key=loaded.evaluator if key is None and loaded is not None else key,
             host=host,
             port=port,
-            agent_key=agent_key,
+            agent_key=None if loaded is None else loaded.agent,
+            operator_keys=() if loaded is None else (loaded.evaluator, loaded.trainer),
             policy=policy.value,
             fidelity=fidelity.value,
+            redact=redact,
             raw_log=raw_log,
         )
     )
