@@ -32,8 +32,22 @@ _SHORT = 100
 _SMALL = tuple(bytes([number]) for number in range(128))
 
 
+class OnceEncoded(ReadableSpan):
+    """A span that keeps what `encode_span` makes of it; nothing of it changes any more."""
+
+    encoded: list[bytes] | None = None
+
+
 def encode_span(span: ReadableSpan) -> list[bytes]:
-    """One `Span` message, in pieces: they are joined once, in a request."""
+    """One `Span` message, in pieces: they are joined once, in a request. Nobody changes the list."""
+    if not isinstance(span, OnceEncoded):
+        return _encoded(span)
+    if span.encoded is None:
+        span.encoded = _encoded(span)
+    return span.encoded
+
+
+def _encoded(span: ReadableSpan) -> list[bytes]:
     context = span.get_span_context()
     assert context is not None
     parent = span.parent

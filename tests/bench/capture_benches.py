@@ -72,7 +72,7 @@ def _python_with(module: str, pythons: Sequence[str]) -> str | None:
     return None
 
 
-def bench_gateway(agl_server: str | None = None, *, calls: int = 1600, blocks: int = 3) -> list[Figure]:
+def bench_gateway(agl_server: str | None = None, *, calls: int = 640, blocks: int = 5) -> list[Figure]:
     """Direct calls, calls through the gateway and, if it is there, through Agent Lightning's, in turns."""
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -9,6 +9,7 @@ engine's control plane (pause, weight update, sleep), which vLLM leaves unguarde
 """
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -23,7 +24,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.routing import Route as HttpRoute
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spangrad.tracer import conventions as names
 from spangrad.tracer.exporter import SpoolExporter
@@ -46,9 +47,11 @@ from spangrad.tracer.gateway.routes import PASSED_ON, ROUTES, RecordedRoute
 from spangrad.tracer.gateway.spans import SpanRecorder
 from spangrad.tracer.hub_exporter import HubExporter
 from spangrad.tracer.redaction import rule_of
+from spangrad.tracer.wire.repeated import Readers
 
 UNWIND_S = 2.0
 """Longest wait for calls that were cut when the gateway stopped to give up their spans."""
+_CALL = re.compile("(?:/rollout/(?P<rollout_id>[^/]+)(?:/(?P<attempt>[^/]+))?)?(?P<path>/v1/.+)", re.DOTALL)
 PREFIXES = ("", "/rollout/{rollout_id}", "/rollout/{rollout_id}/{attempt}")
 READABLE = ("/health", "/ping", "/version")
 """The engine's paths outside /v1 that agents may read."""
@@ -70,6 +73,7 @@ def create_app(config: GatewayConfig, *, exporter: SpanExporter | None = None) -
         engines=EnginePool(config),
         recorder=SpanRecorder(exporter or _exporter(config), redact=rule_of(config.redact)),
         counts=Counts(),
+        requests=Readers(),
         tokens_in=TokensIn() if config.fidelity == "tokens-in" else None,
         raw_log=RawLog(config.raw_log) if config.raw_log is not None else None,
     )
@@ -93,12 +97,12 @@ def create_app(config: GatewayConfig, *, exporter: SpanExporter | None = None) -
         if services.raw_log is not None:
             services.raw_log.close()
 
-    keys = [Middleware(RolloutKeys)]
+    layers = [Middleware(RolloutKeys)]
     if config.agent_key is not None:
-        keys.append(Middleware(RequireAgentKey, key=config.agent_key))
+        layers.append(Middleware(RequireAgentKey, key=config.agent_key))
     return Starlette(
         routes=_routes(services),
-        middleware=keys,
+        middleware=[*layers, Middleware(_Calls, services=services)],
         lifespan=lifespan,
         exception_handlers={404: _no_such_route, 405: _no_such_route},
     )
@@ -123,28 +127,38 @@ def _routes(services: Services) -> list[BaseRoute]:
         *(HttpRoute(path, reads.read) for path in READABLE),
     ]
     for prefix in PREFIXES:
-        routes += [
-            HttpRoute(prefix + route.path, _Calls(services, route), methods=["POST"]) for route in ROUTES
-        ]
         routes += [HttpRoute(prefix + path, reads.pass_on, methods=["POST"]) for path in PASSED_ON]
         routes.append(HttpRoute(f"{prefix}/v1/{{path:path}}", reads.read_api))
     return routes
 
 
 class _Calls:
-    """One recorded route."""
+    """Middleware: the recorded routes. In front of the router, which would take its time with each call."""
 
-    def __init__(self, services: Services, route: RecordedRoute) -> None:
+    def __init__(self, app: ASGIApp, services: Services) -> None:
+        """Let `app` serve everything else."""
+        self._app = app
         self._services = services
-        self._route = route
+        self._routes = {route.path: route for route in ROUTES}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Record a call, or pass the request on."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            found = _CALL.fullmatch(scope["path"].removeprefix(scope.get("root_path", "")))
+            route = self._routes.get(found["path"]) if found is not None else None
+            if found is not None and route is not None:
+                named = {name: found[name] for name in ("rollout_id", "attempt") if found[name] is not None}
+                await self._call(route, {**scope, "path_params": named}, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    async def _call(self, route: RecordedRoute, scope: Scope, receive: Receive, send: Send) -> None:
         start_ns = time.time_ns()
         request = Request(scope, receive)
         try:
             origin = _origin(request)
         except ValueError as error:
-            refusal = error_response(400, "invalid_header", str(error), path=self._route.path)
+            refusal = error_response(400, "invalid_header", str(error), path=route.path)
             await refusal(scope, receive, send)
             return
         try:
@@ -152,12 +166,13 @@ class _Calls:
         except ClientDisconnect:
             return
         engines = self._services.engines
-        upstream = self._route.upstream(raw, engines.models)
+        parse = self._services.requests.of(origin.get(names.ROLLOUT_ID)).read
+        upstream = route.upstream(raw, engines.models, parse)
         if engines.is_hosted(upstream.body):  # it has no ids to give
             upstream = UpstreamRequest(upstream.body, raw, strip_ids=False, strip_logprobs=False)
         call = Call(
             self._services,
-            self._route,
+            route,
             upstream,
             headers=request.headers,
             query=scope["query_string"],

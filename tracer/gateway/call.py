@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from opentelemetry.trace import Span
 from starlette.types import Message, Receive, Send
 
 from spangrad.tracer import conventions as names
@@ -36,10 +35,12 @@ from spangrad.tracer.gateway.readers import Facts, Problem, TokenReader, refusal
 from spangrad.tracer.gateway.rewrite import UpstreamRequest, dump
 from spangrad.tracer.gateway.routes import RecordedRoute
 from spangrad.tracer.gateway.spans import SpanRecorder, traceparent
+from spangrad.tracer.gateway.upstream import read_whole
 from spangrad.tracer.gateway.versions import Observation, version_of_call
 from spangrad.tracer.span_size import shorten
 from spangrad.tracer.wire import chat
 from spangrad.tracer.wire.caching import is_served_by_cache
+from spangrad.tracer.wire.repeated import Readers
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class Services:
     engines: EnginePool
     recorder: SpanRecorder
     counts: Counts
+    requests: Readers
+    """What decodes their JSON."""
     tokens_in: TokensIn | None
     """None: requests are sent as they are asked."""
     raw_log: RawLog | None
@@ -93,7 +96,7 @@ class Call:
         self._started_at = time.monotonic()
         model = request.body.get("model") if isinstance(request.body, dict) else None
         name = f"{route.operation} {model}" if isinstance(model, str) else route.operation
-        self._span: Span = services.recorder.start(name, headers=headers, start_ns=start_ns)
+        self._span = services.recorder.start(name, headers=headers, start_ns=start_ns)
         self._reader = route.reader(request, services.raw_log is not None)
         self._follow_up: FollowUp | None = None
         if services.tokens_in is not None and route.takes_ids:
@@ -170,7 +173,7 @@ class Call:
 
     async def _relay_whole(self, response: httpx.Response, send: Send) -> None:
         try:
-            content = await response.aread()
+            content = await read_whole(response)
         except httpx.HTTPError as error:
             await self._refuse(error, send)
             return
@@ -264,7 +267,7 @@ class Call:
         services.recorder.end(self._span, attributes, end_ns=self._end_ns, error=error)
         if services.raw_log is not None:
             services.raw_log.write(
-                self._span,
+                self._span.context,
                 self._origin,
                 self._content_sent,
                 self._reader.raw(),
@@ -294,9 +297,9 @@ class Call:
         }
         for what, read in parts.items():
             try:
-                part = dict(read())
-                dropped |= json.loads(part.pop(names.DROPPED, "{}"))
-                attributes |= part
+                attributes |= read()
+                if told := attributes.pop(names.DROPPED, None):
+                    dropped |= json.loads(told)
             except Exception as error:  # foreign data: whatever it is, the span must come out
                 dropped[what] = f"can't be read: {type(error).__name__}: {error}"
         return attributes, dropped

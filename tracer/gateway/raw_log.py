@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opentelemetry.trace import Span, format_span_id, format_trace_id
+from opentelemetry.trace import SpanContext, format_span_id, format_trace_id
 
 from spangrad.errors import ConfigError
 from spangrad.tracer import conventions as names
+from spangrad.tracer.wire.fast_json import loads
 
 
 class RawLog:
@@ -26,7 +27,7 @@ class RawLog:
 
     def write(
         self,
-        span: Span,
+        span: SpanContext,
         origin: Mapping[str, Any],
         request: bytes,
         replies: Sequence[bytes],
@@ -34,11 +35,10 @@ class RawLog:
         is_stream: bool,
     ) -> None:
         """Append one call: the request that the engine got, and its reply or its chunks."""
-        context = span.get_span_context()
         parsed = [parse_json(reply) for reply in replies]
         line = {
-            "span_id": format_span_id(context.span_id),
-            "trace_id": format_trace_id(context.trace_id),
+            "span_id": format_span_id(span.span_id),
+            "trace_id": format_trace_id(span.trace_id),
             "rollout_id": origin.get(names.ROLLOUT_ID),
             "attempt": origin.get(names.ATTEMPT),
             "request": parse_json(request),
@@ -55,6 +55,6 @@ class RawLog:
 def parse_json(raw: bytes) -> Any:
     """`raw` as JSON, or None if it is none."""
     try:
-        return json.loads(raw)
+        return loads(raw)
     except (ValueError, RecursionError):
         return None

@@ -8,10 +8,13 @@ Knows OpenAI's and vLLM's JSON. Knows no spans and no HTTP.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+Parse = Callable[[bytes], Any]
+"""Decodes JSON as `json.loads` does; what it gives is not changed."""
 
 
 class Route(StrEnum):
@@ -43,17 +46,19 @@ class UpstreamRequest:
         return isinstance(self.body, dict) and self.body.get("stream") is True
 
 
-def upstream_request(raw: bytes, route: Route, models: Mapping[str, str]) -> UpstreamRequest:
+def upstream_request(
+    raw: bytes, route: Route, models: Mapping[str, str], parse: Parse = json.loads
+) -> UpstreamRequest:
     """Add `return_token_ids` and `logprobs` to a request, and map its model's name.
 
     A body that is no JSON object is passed on as it is: refusing it is the engine's part.
     """
-    body = _parse(raw)
+    body = _parsed(raw, parse)
     if not isinstance(body, dict):
         return UpstreamRequest(body, raw, strip_ids=False, strip_logprobs=False)
     added = _renamed(body, models)
     if route is Route.COMPLETION and body.get("echo"):  # with ids vLLM leaves the echo out of the text
-        content = dump({**body, **added}) if added else raw
+        content = _with_fields(raw, body, added)
         return UpstreamRequest(body, content, strip_ids=False, strip_logprobs=False)
     strip_ids = body.get("return_token_ids") is not True
     if strip_ids:
@@ -61,17 +66,25 @@ def upstream_request(raw: bytes, route: Route, models: Mapping[str, str]) -> Ups
     strip_logprobs = _wants_no_logprobs(body, route)
     if strip_logprobs:
         added["logprobs"] = True if route is Route.CHAT else 0
-    content = dump({**body, **added}) if added else raw
-    return UpstreamRequest(body, content, strip_ids, strip_logprobs)
+    return UpstreamRequest(body, _with_fields(raw, body, added), strip_ids, strip_logprobs)
 
 
-def renamed_request(raw: bytes, models: Mapping[str, str]) -> UpstreamRequest:
+def renamed_request(raw: bytes, models: Mapping[str, str], parse: Parse = json.loads) -> UpstreamRequest:
     """Map the name of a request's model and change nothing else."""
-    body = _parse(raw)
+    body = _parsed(raw, parse)
     added = _renamed(body, models) if isinstance(body, dict) else {}
-    return UpstreamRequest(
-        body, dump({**body, **added}) if added else raw, strip_ids=False, strip_logprobs=False
-    )
+    return UpstreamRequest(body, _with_fields(raw, body, added), strip_ids=False, strip_logprobs=False)
+
+
+def _with_fields(raw: bytes, body: Mapping[str, Any], added: Mapping[str, Any]) -> bytes:
+    """A request's JSON with these fields; the client's bytes stay as they are where only new ones come."""
+    if not added:
+        return raw
+    text = raw.rstrip(b" \t\r\n")
+    is_utf8 = b"\0" not in text  # JSON may be UTF-16, too
+    if not body or not body.keys().isdisjoint(added) or not (is_utf8 and text.endswith(b"}")):
+        return dump({**body, **added})
+    return text[:-1] + b"," + dump(added)[1:]
 
 
 def _renamed(body: Mapping[str, Any], models: Mapping[str, str]) -> dict[str, Any]:
@@ -159,8 +172,8 @@ def dump(value: Any) -> bytes:
         return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _parse(raw: bytes) -> Any:
+def _parsed(raw: bytes, parse: Parse) -> Any:
     try:
-        return json.loads(raw)
-    except (ValueError, RecursionError):
+        return parse(raw)
+    except (ValueError, TypeError, RecursionError):
         return None

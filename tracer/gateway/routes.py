@@ -14,7 +14,13 @@ from typing import Any
 from spangrad.tracer import conventions as names
 from spangrad.tracer.gateway import record
 from spangrad.tracer.gateway.readers import Reader, TextForm, TextReader, TokenReader, embeddings_reply
-from spangrad.tracer.gateway.rewrite import Route, UpstreamRequest, renamed_request, upstream_request
+from spangrad.tracer.gateway.rewrite import (
+    Parse,
+    Route,
+    UpstreamRequest,
+    renamed_request,
+    upstream_request,
+)
 from spangrad.tracer.wire import chat
 from spangrad.tracer.wire.anthropic import assemble_messages, messages_request, messages_response
 from spangrad.tracer.wire.embeddings import embeddings_request, embeddings_response
@@ -31,8 +37,8 @@ class RecordedRoute:
     """As agents ask for it and as the engine serves it."""
     operation: str
     """The GenAI operation's name."""
-    upstream: Callable[[bytes, Mapping[str, str]], UpstreamRequest]
-    """The client's bytes and the mapped model names -> what the engine is asked."""
+    upstream: Callable[[bytes, Mapping[str, str], Parse], UpstreamRequest]
+    """The client's bytes, the mapped model names, what decodes JSON -> what the engine is asked."""
     reader: Callable[[UpstreamRequest, bool], Reader]
     """A reader for the reply; True: it keeps the raw reply for the raw log."""
     request: Callable[[Any], Attributes]
@@ -45,7 +51,7 @@ def _token_route(path: str, route: Route) -> RecordedRoute:
     return RecordedRoute(
         path,
         route.value,
-        lambda raw, models: upstream_request(raw, route, models),
+        lambda raw, models, parse: upstream_request(raw, route, models, parse),
         lambda request, keeps_raw: TokenReader(request, route, keeps_raw=keeps_raw),
         lambda body: record.request_attributes(body, route),
         takes_ids=route is Route.CHAT,

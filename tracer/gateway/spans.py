@@ -20,23 +20,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from spangrad.errors import ConfigError
+from spangrad.tracer import propagation
 from spangrad.tracer.conventions import SCOPE_GATEWAY, storable
 from spangrad.tracer.exporter import Exporter, OtherExporter
 from spangrad.tracer.journal import Journal
+from spangrad.tracer.otlp import OnceEncoded
+from spangrad.tracer.propagation import parse_traceparent
 from spangrad.tracer.recovery import head_of, span_record
 from spangrad.tracer.redaction import Remembered, Rule, redacted_span
+from spangrad.tracer.runtime import RandomIds
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +56,19 @@ RECOVER_EVERY = 10
 CLOSE_S = 5.0
 """After it, spans of a gateway that stops go to disk without a try to deliver them."""
 
-_propagator = TraceContextTextMapPropagator()
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+
+
+@dataclass(frozen=True, slots=True)
+class StartedSpan:
+    """What is known of a span when its call begins."""
+
+    name: str
+    context: SpanContext
+    parent: SpanContext | None
+    start_ns: int
+    trace_state: str | None
+    """The caller's, passed on as it is."""
 
 
 class SpanRecorder:
@@ -72,44 +87,32 @@ class SpanRecorder:
         if known.folder is not None and redact is None:
             self._journal = _Journal(known.folder, resource)
         self._exporter = _CountingExporter(known, redact, self._journal)
-        # Every limit raised: the SDK's defaults cut attributes away. ALWAYS_ON: a caller's sampling
-        # decision is about its own traces.
-        unlimited = SpanLimits.UNSET
-        self._provider = TracerProvider(
-            sampler=ALWAYS_ON,
-            resource=resource,
-            shutdown_on_exit=False,
-            span_limits=SpanLimits(
-                max_attributes=unlimited,
-                max_events=unlimited,
-                max_links=unlimited,
-                max_span_attributes=unlimited,
-                max_event_attributes=unlimited,
-                max_link_attributes=unlimited,
-                max_attribute_length=unlimited,
-                max_span_attribute_length=unlimited,
-            ),
-        )
+        self._resource = resource
+        self._scope = InstrumentationScope(SCOPE_GATEWAY)
+        self._ids = RandomIds()
         self._processor = BatchSpanProcessor(
             self._exporter,
             max_queue_size=MAX_QUEUE,
             schedule_delay_millis=SCHEDULE_DELAY_MS,
             max_export_batch_size=BATCH,
         )
-        self._provider.add_span_processor(self._processor)
-        self._tracer = self._provider.get_tracer(SCOPE_GATEWAY)
         self._open: set[asyncio.Future[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = 0
         self._dropped = 0
         self._warned_at = float("-inf")
 
-    def start(self, name: str, *, headers: Mapping[str, str], start_ns: int) -> Span:
-        """Start a SERVER span below the caller's `traceparent`, or a root span."""
-        parent = _propagator.extract(headers)
-        return self._tracer.start_span(
-            _encodable(name), context=parent, kind=SpanKind.SERVER, start_time=start_ns
-        )
+    def start(self, name: str, *, headers: Mapping[str, str], start_ns: int) -> StartedSpan:
+        """Start a SERVER span below the caller's `traceparent`, or a root span.
+
+        A caller's sampling decision is about its own traces: every span is recorded.
+        """
+        parent = parse_traceparent(headers.get("traceparent", ""))
+        trace_id = self._ids.generate_trace_id() if parent is None else parent.trace_id
+        span_id = self._ids.generate_span_id()
+        context = SpanContext(trace_id, span_id, is_remote=False, trace_flags=_SAMPLED)
+        state = None if parent is None else headers.get("tracestate")
+        return StartedSpan(_encodable(name), context, parent, start_ns, state)
 
     def hold(self) -> asyncio.Future[None]:
         """Make `flush` wait until the returned future is done: a call whose span is on its way."""
@@ -135,25 +138,24 @@ class SpanRecorder:
         task.add_done_callback(self._tasks.discard)
 
     def end(
-        self, span: Span, attributes: Mapping[str, Any], *, end_ns: int, error: tuple[str, str] | None
+        self, span: StartedSpan, attributes: Mapping[str, Any], *, end_ns: int, error: tuple[str, str] | None
     ) -> None:
         """Give a span its attributes and end it; `error` is its type and its message."""
-        assert isinstance(span, ReadableSpan)  # ALWAYS_ON
         status = Status(StatusCode.UNSET)
         if error is not None:
             status = Status(StatusCode.ERROR, _encodable(f"{error[0]}: {error[1]}"))
-        # Not `set_attributes`: SDKs before 1.45 take bytes for text there, and drop or change packed ids.
-        ended = ReadableSpan(
+        # Not the SDK's own span: its limits cut attributes away, and before 1.45 it takes bytes for text.
+        ended = OnceEncoded(
             name=span.name,
             context=span.context,
             parent=span.parent,
-            resource=span.resource,
+            resource=self._resource,
             attributes={key: _encodable(value) for key, value in attributes.items()},
-            kind=span.kind,
+            kind=SpanKind.SERVER,
             status=status,
-            start_time=span.start_time,
+            start_time=span.start_ns,
             end_time=end_ns,
-            instrumentation_scope=span.instrumentation_scope,
+            instrumentation_scope=self._scope,
         )
         if self._ended - self._exporter.taken >= MAX_QUEUE:
             self._drop("the exporter is too slow")
@@ -191,7 +193,7 @@ class SpanRecorder:
         self._exporter.close_soon(CLOSE_S)
         while self._tasks:
             await asyncio.wait(self._tasks)
-        await asyncio.to_thread(self._provider.shutdown)
+        await asyncio.to_thread(self._processor.shutdown)
         if self._journal is not None:
             self._journal.close()
 
@@ -205,7 +207,7 @@ class SpanRecorder:
         }
 
     def _flush_exporter(self, deadline: float) -> bool:
-        self._provider.force_flush()  # what the hub does not take goes to disk, soon
+        self._processor.force_flush()  # what the hub does not take goes to disk, soon
         return self._exporter.force_flush(max(0, int(1000 * (deadline - time.monotonic()))))
 
     def _drop(self, reason: str, *, exc_info: bool = False) -> None:
@@ -216,11 +218,10 @@ class SpanRecorder:
             logger.warning("%s: %d spans dropped so far", reason, self._dropped, exc_info=exc_info)
 
 
-def traceparent(span: Span) -> dict[str, str]:
+def traceparent(span: StartedSpan) -> dict[str, str]:
     """Headers that make `span` the parent of what the receiver records."""
-    carrier: dict[str, str] = {}
-    _propagator.inject(carrier, context=trace.set_span_in_context(span))
-    return carrier
+    headers = {"traceparent": propagation.traceparent(span.context)}
+    return headers if not span.trace_state else headers | {"tracestate": span.trace_state}
 
 
 class _Journal:
@@ -294,8 +295,9 @@ class _CountingExporter(SpanExporter):
 
 
 def _encodable(value: Any) -> Any:
-    if isinstance(value, str):
-        return storable(value)
-    if isinstance(value, list | tuple):
+    kind = type(value)
+    if kind is str:
+        return value if value.isascii() else storable(value)
+    if kind is list or kind is tuple:
         return tuple(_encodable(item) for item in value)
     return value

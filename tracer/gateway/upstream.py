@@ -57,6 +57,17 @@ class EngineClient(httpx.AsyncClient):
         return await self._connections.send("POST", url, content, list(headers.items()), timeout)
 
 
+async def read_whole(response: httpx.Response) -> bytes:
+    """The body of a response of `EngineClient.open`. Raises `httpx.TransportError`.
+
+    Without what httpx does to decode it, where there is nothing to decode.
+    """
+    body = response.stream
+    if isinstance(body, _Body) and "content-encoding" not in response.headers:
+        return await body.read()
+    return await response.aread()
+
+
 class Connections(httpx.AsyncBaseTransport):
     """Any number of connections, each kept for `KEEPALIVE_S` after its last use. For one event loop."""
 
@@ -128,8 +139,21 @@ class _Body(httpx.AsyncByteStream):
         finally:
             self._response.close()
 
+    async def read(self) -> bytes:
+        """All of it."""
+        pieces: list[bytes] = []
+        try:
+            with _as_httpx():
+                while data := await self._next():
+                    pieces.append(data)
+        finally:
+            self._response.close()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
     async def _next(self) -> bytes:
         """What has come, as soon as something has; empty at the end."""
+        if self._response.content.at_eof():
+            return b""
         while True:
             try:
                 async with asyncio.timeout(WATCH_S) as watch:

@@ -13,6 +13,7 @@ Knows JSON text and the key `messages`; it does not know what a message is. Inva
 import json
 import re
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,6 +23,9 @@ T = TypeVar("T")
 MAX_CONVERSATIONS = 16
 MAX_CHARS = 16 * 2**20
 """Of all conversations together; a longer request is not remembered."""
+MAX_READERS = 64
+_OF_A_ROLLOUT = (4, 2**19)
+"""Conversations and characters that the reader of one rollout remembers."""
 # JSON's white space, which is less than `\s`.
 _ARRAY = re.compile(r'"messages"[ \t\n\r]*:[ \t\n\r]*\[[ \t\n\r]*')
 _NEXT = re.compile(r"[ \t\n\r]*(?:(,)[ \t\n\r]*|\])")
@@ -80,9 +84,11 @@ class _Conversation:
 class Reader:
     """Decodes requests one after the other; for one thread."""
 
-    def __init__(self) -> None:
-        """Know no conversation."""
+    def __init__(self, max_conversations: int = MAX_CONVERSATIONS, max_chars: int = MAX_CHARS) -> None:
+        """Know no conversation, and later so many that have so many characters together."""
         self._known: list[_Conversation] = []
+        self._max_conversations = max_conversations
+        self._max_chars = max_chars
 
     def read(self, body: bytes) -> dict[str, Any]:
         """The request as a dict. Raises ValueError and what else `json.loads` and `dict` raise."""
@@ -127,9 +133,27 @@ class Reader:
         self._known = [known for known in self._known if known is not replaced]
         self._known.append(new)
         chars = sum(len(known.text) for known in self._known)
-        while len(self._known) > MAX_CONVERSATIONS or chars > MAX_CHARS:
+        while len(self._known) > self._max_conversations or chars > self._max_chars:
             chars -= len(self._known[0].text)
             del self._known[0]
+
+
+class Readers:
+    """A reader for each rollout of many, so that none looks through the others' conversations."""
+
+    def __init__(self) -> None:
+        """Know no rollout."""
+        self._readers: OrderedDict[str | None, Reader] = OrderedDict()
+
+    def of(self, rollout_id: str | None) -> Reader:
+        """The reader of a rollout; those that were not asked for longest make way."""
+        reader = self._readers.get(rollout_id)
+        if reader is None:
+            reader = self._readers[rollout_id] = Reader(*_OF_A_ROLLOUT)
+            if len(self._readers) > MAX_READERS:
+                self._readers.popitem(last=False)
+        self._readers.move_to_end(rollout_id)
+        return reader
 
 
 def _start(text: str) -> int | None:
