@@ -72,3 +72,16 @@ def test_a_real_engine_takes_the_rollouts_own_ids(engine: Engine) -> None:
         sampled = names.unpack_ints(before[names.SAMPLED_TOKEN_IDS])
         expected = [*prompt, *sampled, IM_END, *newline, *rendered.json()["tokens"]]
         assert names.unpack_ints(after[names.PROMPT_TOKEN_IDS]) == expected
+
+
+@pytest.mark.vllm
+def test_a_real_engine_tells_how_it_samples(engine: Engine) -> None:
+    exporter = InMemorySpanExporter()
+    with running(GatewayConfig(engine_url=engine.url, store="unused", port=0), exporter=exporter) as url:
+        body = {"model": "policy", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60.0).raise_for_status()
+        httpx.post(f"{url}/spangrad/flush", timeout=60.0).raise_for_status()
+    (span,) = exporter.get_finished_spans()
+    attributes = span.attributes or {}
+    assert attributes[names.SAMPLING_DEFAULTS] == "{}"  # `Engine` starts it so that there are none
+    assert attributes[names.LOGPROBS_MODE] == "processed"
