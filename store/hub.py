@@ -161,6 +161,10 @@ class _Hub:
         if request.state.role is Role.AGENT:
             sent, spans = spans, [span for span in spans if span.scope != SCOPE_GATEWAY]
             forged = len(sent) - len(spans)
+            if forged and not spans:  # 403: the sender keeps them, and may have the right key the next time
+                raise PermissionDeniedError(
+                    f"{forged} spans of a gateway came with the agent key; it needs the evaluator key"
+                )
         stored = self._writer.submit(spans, len(body))
         if stored is None:
             raise _Refused(503, "too many spans wait to be written; send them again later")

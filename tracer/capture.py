@@ -20,6 +20,7 @@ import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -46,7 +47,6 @@ _TARGETS = {
     "litellm.llms.custom_httpx.aiohttp_transport": (("LiteLLMAiohttpTransport", "handle_async_request"),),
 }
 _SUFFIXES = {("/" + route).encode(): route for route in sorted(ROUTES, key=len, reverse=True)}
-_MARK = "_spangrad_recorded"
 _TOLD = tuple(
     (name, header.encode())
     for name, header in (
@@ -61,6 +61,8 @@ _ROLLOUT_HEADER = c.HEADER_ROLLOUT.encode()
 _ATTEMPT_HEADER = c.HEADER_ATTEMPT.encode()
 
 _patches = Patches()
+_sending: ContextVar[Any] = ContextVar("spangrad_sending", default=None)
+"""The request that an outer transport is sending."""
 _said = Periodically()
 _open_calls: set["_Call"] = set()
 """Calls in progress. Each is in here until it ends: whoever takes it out may end it, and nobody else."""
@@ -152,7 +154,7 @@ def _async_wrapper(original: Callable[..., Any], tee: type) -> Callable[..., Any
 def _begin(request: Any) -> "_Call | _Told | None":
     try:
         runtime = active()
-        if runtime is None or hasattr(request, _MARK):
+        if runtime is None or _sending.get() is request:
             return None
         route = _route(request.url.raw_path) if request.method == "POST" else None
         if route is None:
@@ -180,6 +182,14 @@ def _log_failure() -> None:
         logger.warning("a model call could not be recorded", exc_info=True)
 
 
+def _body(request: Any) -> bytes | None:
+    """What is sent, if it is there as a whole: a redirect's is, though the request does not hold it."""
+    content = getattr(request, "_content", None)
+    if content is None and type(request.stream).__name__ == "ByteStream":
+        content = b"".join(request.stream)
+    return content
+
+
 class _Told:
     """A request that is no model call and names the rollout."""
 
@@ -199,7 +209,7 @@ class _Told:
 class _Call:
     """A call in progress."""
 
-    __slots__ = ("_own", "_runtime", "raw")
+    __slots__ = ("_outer", "_own", "_runtime", "raw")
 
     def __init__(self, runtime: Runtime, request: Any, route: str) -> None:
         self._runtime = runtime
@@ -227,13 +237,14 @@ class _Call:
             route=route,
             host=host,
             port=url.port,
-            request_body=getattr(request, "_content", None),
+            request_body=_body(request),
             attributes=attributes,
         )
         if runtime.destinations.allow(host):
             headers += self._told(sent, attributes)
             self._own = send_with(request, headers)
-        setattr(request, _MARK, True)
+        self._outer = _sending.get()
+        _sending.set(request)
         _open_calls.add(self)
 
     def failed(self, request: Any, error: BaseException) -> None:
@@ -261,7 +272,7 @@ class _Call:
         return response
 
     def _put_back(self, request: Any) -> None:
-        vars(request).pop(_MARK, None)
+        _sending.set(self._outer)
         if self._own is not None:
             request.headers = self._own
 

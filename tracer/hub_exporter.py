@@ -47,6 +47,15 @@ _UNDELIVERED = (OSError, http.client.HTTPException, ValueError)
 """ValueError: of a key, host or port that `http.client` won't send to."""
 
 
+def spool_of_hub(url: str, sender: str = "") -> Path:
+    """The folder in which spans for a hub wait by default.
+
+    Whoever drains it sends all that is in it with its own key: senders with other keys have other folders.
+    """
+    name = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
+    return Path(".spangrad", "spool", f"{name}-{sender}" if sender else name)
+
+
 class HubExporter(WithSpool):
     """Posts batches to a hub's `/v1/traces`; what it can't deliver waits on disk."""
 
@@ -81,15 +90,13 @@ class HubExporter(WithSpool):
         self._headers = {"Content-Type": "application/x-protobuf"}
         if key and key.strip():  # one read from a file ends in a newline
             self._headers["Authorization"] = f"Bearer {key.strip()}"
-        if spool_dir is None:
-            spool_dir = Path(".spangrad", "spool", hashlib.sha256(self.url.encode()).hexdigest()[:16])
-        self.spool = Spool(spool_dir)
+        self.spool = Spool(spool_of_hub(self.url) if spool_dir is None else spool_dir)
         self._spooled = 0
         self._pause_s = _FIRST_PAUSE_S
         self._paused_until = float("-inf")
         self._closing_at = float("inf")
         self._said = Periodically()
-        self._kept: tuple[http.client.HTTPConnection, float] | None
+        self._kept: tuple[http.client.HTTPConnection, float] | None = None
         """A connection that nobody uses, and since when. After a fork it is the parent's."""
         self._own_process()
 
@@ -195,7 +202,9 @@ class HubExporter(WithSpool):
     def _own_process(self) -> None:
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._kept = None
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept[0].close()  # our descriptor; the parent's stays open
 
     def _drain_lock(self) -> threading.Lock:
         if self._pid != os.getpid():  # after a fork the lock may be held by a thread that is gone
@@ -270,7 +279,9 @@ class HubExporter(WithSpool):
             if response.will_close:
                 connection.close()
             else:
-                self._kept = (connection, time.monotonic())
+                other, self._kept = self._kept, (connection, time.monotonic())
+                if other is not None:  # another thread's
+                    other[0].close()
             return status, answer
 
     def _kept_connection(self) -> http.client.HTTPConnection | None:

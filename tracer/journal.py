@@ -71,6 +71,8 @@ class Journal(Generic[T]):
         self.directory = Path(directory).absolute()
         self.skipped = 0
         """Items that were not written, for they did not fit or could not be."""
+        self.problem: str | None = None
+        """Why there is no journal; for the caller to say, who may hold a lock now."""
         self._head = head
         self._record_of = record_of
         self._half_bytes = max_bytes // 2
@@ -86,6 +88,11 @@ class Journal(Generic[T]):
         self._mapped: mmap.mmap | None
         self._fd: int | None = None
         self._own_process()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether what is appended is written."""
+        return not self._is_closed
 
     def append(self, item: T) -> int | None:
         """Write an item. Returns what `release` wants to know; None: it was not written."""
@@ -116,13 +123,9 @@ class Journal(Generic[T]):
         except OSError as error:
             if self._fd is None:
                 self._is_closed = True
-                logger.warning(
-                    "no journal in %r (%s): SIGKILL can cost calls that have just ended",
-                    str(self.directory),
-                    error,
-                )
-        except Exception:  # the boundary: the item is exported all the same
-            logger.debug("an item could not be written", exc_info=True)
+                self.problem = f"no journal in {str(self.directory)!r} ({error})"
+        except Exception:  # the boundary: the item is exported all the same, and what is skipped is counted
+            pass
         finally:
             self._is_busy = False
         self.skipped += 1
@@ -137,11 +140,18 @@ class Journal(Generic[T]):
                 self._waiting[half] -= count
                 if count and not self._waiting[half] and self._fd is not None:
                     self._ends[half] = 0
-                    os.pwrite(self._fd, bytes(_HEADER.size), self._starts[half])
-        except OSError as error:  # they would be recorded again, and ignored
-            logger.debug("journal: %s", error)
+                    self._blank(self._fd, half)
+        except OSError:  # they would be recorded again, and ignored
+            pass
         finally:
             self._is_busy = False
+
+    def _blank(self, fd: int, half: int) -> None:
+        """Have no record at the begin of a half."""
+        if self._mapped is not None and self._allocated[half]:
+            _copy(self._mapped, self._starts[half], (bytes(_HEADER.size),))
+        else:
+            os.pwrite(fd, bytes(_HEADER.size), self._starts[half])
 
     def close(self) -> None:
         """Remove the file; nothing is written any more."""
@@ -256,7 +266,7 @@ def recover(spool: Spool) -> int:
     return sum(_recover(path, spool) for path in paths)
 
 
-def read(data: bytes | mmap.mmap) -> tuple[dict[str, Any], list[tuple[bytes, bytes]]]:
+def read(data: bytes) -> tuple[dict[str, Any], list[tuple[bytes, bytes]]]:
     """Head, and meta and content of all records, of a journal's bytes. Raises ValueError if it is none."""
     found = _record(data, 0, _HEAD_BYTES)
     if found is None:
@@ -272,7 +282,7 @@ def read(data: bytes | mmap.mmap) -> tuple[dict[str, Any], list[tuple[bytes, byt
     return head, [(meta, content) for _, meta, content in sorted(halves[0] + halves[1])]
 
 
-def _half(data: bytes | mmap.mmap, start: int, size: int) -> Iterator[tuple[int, bytes, bytes]]:
+def _half(data: bytes, start: int, size: int) -> Iterator[tuple[int, bytes, bytes]]:
     at, expected = start, None
     while (found := _record(data, at, start + size)) is not None and expected in (None, found[0]):
         yield found
@@ -280,7 +290,7 @@ def _half(data: bytes | mmap.mmap, start: int, size: int) -> Iterator[tuple[int,
         at += _BESIDE + len(found[1]) + len(found[2])
 
 
-def _record(data: bytes | mmap.mmap, at: int, end: int) -> tuple[int, bytes, bytes] | None:
+def _record(data: bytes, at: int, end: int) -> tuple[int, bytes, bytes] | None:
     """Number, meta and content of the record at a place; None if there is no whole one."""
     if at + _HEADER.size > min(end, len(data)):
         return None
@@ -299,7 +309,7 @@ def _recover(path: Path, spool: Spool) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return 0  # recovered by somebody else meanwhile, or not ours to read
-    with os.fdopen(fd, "rb"):
+    with os.fdopen(fd, "rb") as file:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             status = os.fstat(fd)
@@ -310,9 +320,8 @@ def _recover(path: Path, spool: Spool) -> int:
         try:
             from spangrad.tracer.recovery import requests_of  # it loads OTel's SDK
 
-            with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
-                for request in requests_of(*read(data)):
-                    spool.append(request)  # what does not fit is lost, as ever, and counted there
+            for request in requests_of(*read(file.read())):  # no mapping: a hole is a page on a full tmpfs
+                spool.append(request)  # what does not fit is lost, as ever, and counted there
             path.unlink(missing_ok=True)
         except Exception as error:  # the boundary: it must not hold up what else there is
             logger.warning("journal %r can't be read (%s); it is put aside as .bad", str(path), error)

@@ -150,8 +150,16 @@ def rule_of(redact: bool | str | Rule | None) -> Rule | None:
     raise ConfigError(f"redact={redact!r} is no rule; expected True, one of {sorted(RULES)}, or a function")
 
 
+def remembering(rule: Rule | None) -> Rule | None:
+    """A built-in rule so that it is asked once about a text that comes again, as in every call of an agent.
+
+    Another one is asked each time: what it takes out may change.
+    """
+    return Remembered(rule) if rule is not None and rule in RULES.values() else rule
+
+
 class Remembered:
-    """A rule that is asked once about a text that comes again, as in every call of an agent.
+    """A rule that is asked once about a text.
 
     For one thread at a time. The texts that were seen longest ago make way.
     """
@@ -261,6 +269,9 @@ class _Redactor:
         known, self.places = self.places, set()
         try:
             clean = self._walk(name, decoded, _MESSAGE if name in _CONTENT[:2] else _TEXT)
+        except RecursionError:  # nested so deep that not all of it can be seen
+            self.places.add(name)
+            clean = FAILED
         finally:
             changed, self.places = bool(self.places), known | self.places
         return json.dumps(clean, ensure_ascii=True, separators=(",", ":")) if changed else value
@@ -293,7 +304,7 @@ class _Redactor:
             clean = rule(text)
             if not isinstance(clean, str):
                 raise TypeError(f"a rule returned {type(clean).__name__}; expected a text")
-        except Exception:  # the boundary: foreign code, on our thread
+        except BaseException:  # the boundary: foreign code, on our thread
             if _said.due():
                 logger.warning("redact= failed; the text is replaced by %r", FAILED, exc_info=True)
             clean = FAILED

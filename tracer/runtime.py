@@ -27,7 +27,7 @@ from spangrad.tracer.exporter import Exporter
 from spangrad.tracer.journal import Journal, Record
 from spangrad.tracer.propagation import Destinations
 from spangrad.tracer.recovery import call_record, head_of, span_record
-from spangrad.tracer.redaction import Remembered, Rule, redacted_span
+from spangrad.tracer.redaction import Rule, redacted_span, remembering
 from spangrad.tracer.wire.repeated import Reader
 from spangrad.tracer.worker import Worker
 
@@ -142,7 +142,7 @@ class Runtime:
 
     def redact_with(self, rule: Rule | None) -> None:
         """Set the rule. With one there is no journal: the text would be in it as it is."""
-        self.redact = None if rule is None else Remembered(rule)
+        self.redact = remembering(rule)
         if rule is not None:
             self.worker.close_journal()
 

@@ -32,6 +32,8 @@ _BATCH_ITEMS = 256
 _PAUSE_S = 0.2
 """Between two looks into the queue; doubles while nothing comes."""
 _IDLE_S = 1.0
+"""Longest pause, and how often what waits on disk is sent while nothing comes."""
+_PATIENCE_S = 0.5
 _RECOVER_EVERY_S = 10.0
 
 
@@ -94,20 +96,28 @@ class Worker(Generic[T]):
         size = item.size_bytes
         with self._lock:  # reentrant: a garbage collection may end a stream in here
             items, held_bytes = self._items_in - self._items_out, self._bytes_in - self._bytes_out
-            if items >= self._max_items or held_bytes + size > self._max_bytes:
+            is_full = items >= self._max_items or held_bytes + size > self._max_bytes
+            if is_full:
                 self.dropped += 1
-                if self._said.due():
-                    logger.warning("the export queue is full: %d model calls lost so far", self.dropped)
-                return
-            self._items_in += 1
-            self._bytes_in += size
-            half = self.journal.append(item) if self.journal is not None else None
-            self._queue.append((item, half))
+            else:
+                self._keep(item, size)
             if not self._is_filling and (2 * items >= self._max_items or 2 * held_bytes >= self._max_bytes):
                 self._is_filling = True
                 self._asked.put(None)
+        # Logging takes locks, too, which another thread may hold that is about to put something.
+        if is_full and self._said.due():
+            logger.warning("the export queue is full: %d model calls lost so far", self.dropped)
+        if self.journal is not None and self.journal.problem is not None:
+            problem, self.journal.problem = self.journal.problem, None
+            logger.warning("%s: SIGKILL can cost calls that have just ended", problem)
         if self._thread is None:
             self.start()
+
+    def _keep(self, item: T, size: int) -> None:
+        self._items_in += 1
+        self._bytes_in += size
+        half = self.journal.append(item) if self.journal is not None else None
+        self._queue.append((item, half))
 
     def start(self) -> None:
         """Start the thread, unless it runs."""
@@ -133,7 +143,8 @@ class Worker(Generic[T]):
             self._is_ending = True
             self._asked.put(None)
             self._thread.join(max(0.0, deadline - time.monotonic()))
-        if flushed:  # else the next process recovers it
+        # Else the next process recovers it; something waits if a signal came in the middle of `put`.
+        if flushed and not self.waiting:
             self.close_journal()
         lost = self.dropped + self.broken
         if lost or self.exporter.dropped or not flushed:
@@ -170,7 +181,7 @@ class Worker(Generic[T]):
 
     def _run(self) -> None:
         self._drain()
-        pause_s = _PAUSE_S
+        pause_s, idle_s = _PAUSE_S, 0.0
         is_last = False
         while not is_last:
             try:
@@ -187,9 +198,13 @@ class Worker(Generic[T]):
                 left -= len(batch)
             if done is not None:
                 done.set()
-            if is_idle and pause_s >= _IDLE_S:
+            idle_s = idle_s + pause_s if is_idle else 0.0
+            if idle_s >= _IDLE_S:
+                idle_s = 0.0
                 self._drain()
-            pause_s = min(2 * pause_s, _IDLE_S) if is_idle else _PAUSE_S
+            # What is in no journal is lost with the process: it must not wait for long.
+            longest_s = _IDLE_S if self.journal is not None and self.journal.is_kept else _PAUSE_S
+            pause_s = min(2 * pause_s, longest_s) if is_idle else _PAUSE_S
 
     def _drain(self) -> None:
         """Send what waits on disk; now and then also what killed processes have left."""
@@ -221,6 +236,9 @@ class Worker(Generic[T]):
             logger.warning("export failed", exc_info=True)
         self._items_out += len(batch)
         self._bytes_out += sum(item.size_bytes for item, _ in batch)
-        if self.journal is not None:
-            with self._lock:
+        # A signal handler that waits for this thread may have come over one that holds the lock.
+        if self.journal is not None and self._lock.acquire(timeout=_PATIENCE_S):
+            try:
                 self.journal.release([half for _, half in batch])
+            finally:
+                self._lock.release()

@@ -31,6 +31,7 @@ def start_gateway(engine: StubEngine) -> Iterator[GatewayFactory]:
         yield start
         engine.release.set()
         engine.tell_version.set()
+        engine.tell_settings.set()
 
 
 @pytest.fixture

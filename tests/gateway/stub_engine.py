@@ -60,17 +60,21 @@ class StubEngine:
     asked_versions: int = 0
     server_info: Any = None
     """None: it is not in development mode."""
+    server_info_status: int = 200
     asked_settings: int = 0
+    tell_settings: threading.Event = field(default_factory=threading.Event)
     reply_headers: dict[str, str] = field(default_factory=dict)
     cancelled: int = 0
 
     def __post_init__(self) -> None:
         self.tell_version.set()
+        self.tell_settings.set()
 
     def reset(self) -> None:
         """Forget everything but the address; what still waits for the old events may go on."""
         self.release.set()
         self.tell_version.set()
+        self.tell_settings.set()
         self.__init__(url=self.url)  # type: ignore[misc]
 
     def app(self) -> Starlette:
@@ -104,7 +108,10 @@ class StubEngine:
     async def settings(self, request: Request) -> Response:
         self.asked_settings += 1
         assert request.query_params["config_format"] == "json"
-        return Response(status_code=404) if self.server_info is None else JSONResponse(self.server_info)
+        await asyncio.to_thread(self.tell_settings.wait, 20.0)
+        if self.server_info is None:
+            return Response(status_code=404)
+        return JSONResponse(self.server_info, self.server_info_status)
 
     async def released(self) -> None:
         await asyncio.to_thread(self.release.wait, 20.0)

@@ -40,7 +40,7 @@ def test_no_header_and_no_environment_make_a_caller_an_operator(
 
 
 @pytest.mark.parametrize(
-    ("key", "status"), [(None, 403), ("agents-key", 403), ("stores-key", 403), ("operators-key", 200)]
+    ("key", "status"), [(None, 403), ("agents-key", 403), ("stores-key", 403), ("the-operators-key", 200)]
 )
 def test_from_other_machines_only_operators_keys_count(key: str | None, status: int) -> None:
     config = GatewayConfig(
@@ -48,7 +48,7 @@ def test_from_other_machines_only_operators_keys_count(key: str | None, status: 
         store="unused",
         store_key="stores-key",
         agent_key="agents-key",
-        operator_keys=["others-key", "operators-key"],
+        operator_keys=["the-other-ones-key", "the-operators-key"],
     )
     asked: list[bool] = []
 
@@ -71,5 +71,9 @@ def test_from_other_machines_only_operators_keys_count(key: str | None, status: 
 
 
 def test_the_agents_key_can_not_be_an_operators() -> None:
+    key = "k" * 16
     with pytest.raises(ConfigError, match="operator_keys has the agents' key"):
-        GatewayConfig(engine_url="http://h:1", store="s", agent_key="k", operator_keys=["k"])
+        GatewayConfig(engine_url="http://h:1", store="s", agent_key=key, operator_keys=[key])
+    for keys in (key, [""], ["short"]):
+        with pytest.raises(ConfigError, match="a list of keys of 16 characters or more"):
+            GatewayConfig(engine_url="http://h:1", store="s", operator_keys=keys)

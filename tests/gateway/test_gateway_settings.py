@@ -9,6 +9,7 @@ import pytest
 from spangrad.tracer import conventions as names
 from tests.gateway.gateway_setup import GatewayFactory, Setup, body, dropped
 from tests.gateway.stub_engine import StubEngine
+from tests.waiting import wait_until
 
 
 def told(mode: str = "processed_logprobs", source: str = "vllm", **override: Any) -> dict[str, Any]:
@@ -73,3 +74,33 @@ def test_an_engine_is_asked_once_and_again_after_it_was_out(
     ask(gateway)
     assert (gateway.spans()[-1].attributes or {})[names.LOGPROBS_MODE] == "raw"
     assert engine.asked_settings == 2
+
+
+def test_an_engine_that_fails_to_tell_is_asked_again(engine: StubEngine, gateway: Setup) -> None:
+    engine.server_info, engine.server_info_status = told("raw_logits"), 503
+    ask(gateway)
+    gateway.flush()
+    engine.server_info_status = 200
+    ask(gateway)
+    first, second = (span.attributes or {} for span in gateway.spans())
+    assert first[names.LOGPROBS_MODE] == "processed"  # the config's word
+    assert names.SAMPLED_LOGPROBS not in second
+
+
+def test_a_silent_engine_holds_spans_back_for_one_timeout(
+    engine: StubEngine, start_gateway: GatewayFactory
+) -> None:
+    gateway = start_gateway(version_timeout_s=0.5)
+    engine.server_info = told("raw_logprobs")
+    engine.tell_settings.clear()
+    for _ in range(3):
+        ask(gateway)
+    assert [(span.attributes or {})[names.LOGPROBS_MODE] for span in gateway.spans()] == ["processed"] * 3
+    engine.tell_settings.set()
+    wait_until(lambda: mode_of_next(gateway) == "raw")
+    assert engine.asked_settings == 1
+
+
+def mode_of_next(gateway: Setup) -> Any:
+    ask(gateway)
+    return (gateway.spans()[-1].attributes or {})[names.LOGPROBS_MODE]

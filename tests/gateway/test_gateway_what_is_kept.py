@@ -40,6 +40,21 @@ def test_a_rule_takes_texts_out_of_what_is_stored_and_not_out_of_the_reply(
     assert {names.INPUT_MESSAGES, names.OUTPUT_MESSAGES} <= set(json.loads(attributes[names.REDACTED]))
 
 
+def test_a_request_that_is_nested_too_deep_to_look_through_costs_no_other_call(
+    start_gateway: GatewayFactory,
+) -> None:
+    gateway = start_gateway(redact="emails")
+    deep: Any = ADDRESS
+    for _ in range(480):
+        deep = [deep]
+    for more in ({}, {"metadata": deep}, {}):
+        answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body("a b", **more), timeout=30)
+        answer.raise_for_status()
+    spans = gateway.spans()
+    assert len(spans) == 3 and gateway.health()["spans"]["dropped"] == 0
+    assert not any(ADDRESS in str(span.attributes) for span in spans)
+
+
 def test_keys_in_an_engines_error_are_blanked_without_a_rule(engine: StubEngine, gateway: Setup) -> None:
     secret = "sk-" + "a1b2c3d4" * 4
     httpx.post(f"{gateway.url}/v1/chat/completions", json=body(f"FAIL {secret}"), timeout=30)
@@ -102,7 +117,7 @@ def test_calls_that_have_ended_outlive_a_gateway_that_is_killed(
         wait_until(lambda: waiting(url) == 3)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    (spool,) = tmp_path.glob(".spangrad/spool/*")
+    (spool,) = tmp_path.glob(".spangrad/spool/*-gateway")  # not where agents with their own key look
     assert list(spool.glob("*.journal")) and not list(spool.glob("*.seg"))
     spool.rename(f"{store}.spool")  # where a file's gateway looks
     with gateway_process(*options, "--store", str(store)):

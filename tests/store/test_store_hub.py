@@ -308,6 +308,11 @@ def test_an_agent_can_not_vouch_for_calls_as_a_gateway_does(
         assert (own.trace_id in stored, forged.trace_id in stored) == (True, not is_refused)
         return reply
 
+    with (
+        HubClient(locked_hub.url, keys[0].agent) as agent,
+        pytest.raises(PermissionDeniedError, match="evaluator key"),
+    ):
+        agent.put_otlp(request([replace(span(new_trace()), scope=names.SCOPE_GATEWAY)]))
     refused = send(keys[0].agent).partial_success
     assert refused.rejected_spans == 1
     assert "1 spans of a gateway came with the agent key" in refused.error_message

@@ -125,6 +125,31 @@ def test_a_request_that_was_sent_is_the_one_that_the_agent_made(recorded: Finish
         assert ours(dict(made.headers)) == {}
 
 
+def test_a_call_that_a_redirect_sends_on_is_recorded_with_its_request(
+    recorded: Finish, echo: str, model: ModelServer
+) -> None:
+    body = {"model": "policy", "messages": [{"role": "user", "content": "Hello"}]}
+    with spangrad.rollout():
+        to = f"{model.url}/chat/completions"
+        httpx.post(f"{echo}/redirect?to={to}", json=body, follow_redirects=True).raise_for_status()
+    (call,) = calls(recorded())
+    assert call.prompt() == "Hello"
+
+
+def test_one_request_object_that_is_sent_twice_at_once_is_two_calls(
+    recorded: Finish, model: ModelServer
+) -> None:
+    async def ask() -> None:
+        body = {"model": "policy", "messages": [{"role": "user", "content": "Hello"}]}
+        async with httpx.AsyncClient() as client:
+            request = client.build_request("POST", f"{model.url}/chat/completions", json=body)
+            await asyncio.gather(client.send(request), client.send(request))
+
+    with spangrad.rollout():
+        asyncio.run(ask())
+    assert len(calls(recorded())) == 2
+
+
 @pytest.mark.parametrize("path", ["tool", "v1/chat/completions"])
 def test_a_redirect_takes_no_header_to_a_host_that_may_not_be_told(
     recorded: Finish, echo: str, path: str

@@ -2,15 +2,19 @@
 
 import logging
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext
 
 from spangrad.tracer.exporter import SpoolExporter
 from spangrad.tracer.hub_exporter import HubExporter
+from spangrad.tracer.journal import Journal
+from spangrad.tracer.recovery import head_of, span_record
 from spangrad.tracer.runtime import EndedSpan
 from spangrad.tracer.worker import Worker
 from tests.tracer.recording import spans_of_store
@@ -87,4 +91,52 @@ def test_it_exports_without_being_asked(tmp_path: Path) -> None:
     worker = Worker(SpoolExporter(tmp_path / "s"), span_of)
     worker.put(ended(0))
     wait_until(lambda: (tmp_path / "s.spool").exists() and list((tmp_path / "s.spool").iterdir()))
+    assert worker.close(30)
+
+
+def test_an_item_whose_put_a_signal_handler_interrupts_stays_in_the_journal(tmp_path: Path) -> None:
+    exporter = SpoolExporter(tmp_path / "s")
+    journal: Journal[EndedSpan] = Journal(
+        exporter.folder, head_of(Resource.get_empty(), ""), lambda item: span_record(item.span)
+    )
+    worker = Worker(exporter, span_of, journal=journal)
+    worker.put(ended(0))
+
+    class Interrupted(deque[Any]):
+        def append(self, entry: Any) -> None:
+            assert worker.close(30)  # as on SIGTERM, in the middle of `put`
+            super().append(entry)
+
+    worker._queue = Interrupted(worker._queue)
+    worker.put(ended(1))
+    assert list(exporter.folder.glob("*.journal"))
+    journal.after_fork_in_child()  # lets go of the lock, as the end of the process does
+    exporter.recover()
+    assert {span.name for span in spans_of_store(tmp_path / "s")} == {"span 0", "span 1"}
+
+
+def test_nothing_is_said_while_the_lock_is_held(tmp_path: Path) -> None:
+    """A thread that writes a log may hold the handler's lock and put something meanwhile."""
+    worker = Worker(SpoolExporter(tmp_path / "s"), span_of, max_items=0)
+    held: list[bool] = []
+
+    def look() -> None:
+        taken = worker._lock.acquire(blocking=False)
+        held.append(not taken)
+        if taken:
+            worker._lock.release()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            other = threading.Thread(target=look)
+            other.start()
+            other.join()
+
+    handler = Handler()
+    logging.getLogger("spangrad").addHandler(handler)
+    try:
+        worker.put(ended(0))
+    finally:
+        logging.getLogger("spangrad").removeHandler(handler)
+    assert held == [False]
     assert worker.close(30)

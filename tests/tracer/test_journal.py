@@ -20,11 +20,14 @@ import spangrad
 from spangrad.tracer import conventions as c
 from spangrad.tracer import journal as journals
 from spangrad.tracer.calls import RawCall, span_of
+from spangrad.tracer.exporter import SpoolExporter
 from spangrad.tracer.journal import Journal, Record, read, recover
 from spangrad.tracer.otlp import encode_request, encode_span
 from spangrad.tracer.recovery import call_record, head_of, requests_of, span_record
+from spangrad.tracer.runtime import EndedSpan
 from spangrad.tracer.spool import Spool
 from spangrad.tracer.wire.repeated import Reader
+from spangrad.tracer.worker import Worker
 from tests.tracer.recording import calls, spans_of_store
 from tests.tracer.stub_server import ModelServer
 
@@ -153,12 +156,17 @@ def test_a_folder_that_can_not_be_written_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    kept = journal(tmp_path / "file" / "folder")
+    kept: Journal[EndedSpan] = Journal(tmp_path / "file" / "folder", {}, lambda item: (SPAN, b"", b""))
+    worker = Worker(SpoolExporter(tmp_path / "s"), lambda item: item.span, journal=kept)
+    ended = EndedSpan(ReadableSpan("", SpanContext(1, 1, is_remote=False), start_time=1, end_time=2))
     with caplog.at_level(logging.WARNING):
-        assert [kept.append(b"a"), kept.append(b"b")] == [None, None]
+        worker.put(ended)
+        worker.put(ended)
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
         f"no journal in {str(tmp_path / 'file' / 'folder')!r}"
     ]
+    assert kept.skipped == 1 and not kept.is_kept
+    assert worker.close(30)
 
 
 def test_an_item_that_is_no_record_is_skipped(tmp_path: Path) -> None:

@@ -14,7 +14,17 @@ import spangrad
 from spangrad.adapters.model_call import Grade
 from spangrad.errors import ConfigError
 from spangrad.tracer import conventions as c
-from spangrad.tracer.redaction import FAILED, IDS, RULES, Remembered, default, emails, rule_of, secrets
+from spangrad.tracer.redaction import (
+    FAILED,
+    IDS,
+    RULES,
+    Remembered,
+    default,
+    emails,
+    remembering,
+    rule_of,
+    secrets,
+)
 from spangrad.tracer.runtime import active
 from spangrad.tracer.span_size import cut
 from tests.tracer.recording import Recorded, calls, roots, spans_of_store
@@ -326,3 +336,28 @@ def test_texts_are_cut_between_words() -> None:
     secret = "sk-" + "a1b2c3d4" * 4
     for limit in range(5, 60):
         assert "sk-" not in cut(f"the key is {secret} and more", limit) or limit >= 11 + len(secret)
+
+
+def test_a_rule_of_ones_own_is_asked_each_time() -> None:
+    hidden: set[str] = set()
+
+    def rule(text: str) -> str:
+        return "***" if hidden else text
+
+    asked = remembering(rule)
+    assert asked is rule and remembering(None) is None
+    assert isinstance(remembering(default), Remembered)
+
+
+def test_a_rule_that_wants_to_end_the_process_costs_only_the_text(model: ModelServer, tmp_path: Path) -> None:
+    def rule(text: str) -> str:
+        raise SystemExit(text)
+
+    spangrad.init(store=tmp_path / "s", redact=rule)
+    with spangrad.rollout():
+        openai.OpenAI(base_url=model.url, api_key="none").chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": "a secret"}]
+        )
+    assert spangrad.shutdown()
+    (call,) = calls(spans_of_store(tmp_path / "s"))
+    assert FAILED in str(call.attributes) and "secret" not in str(call.attributes)

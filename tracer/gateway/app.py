@@ -45,7 +45,7 @@ from spangrad.tracer.gateway.reads import Reads
 from spangrad.tracer.gateway.rewrite import UpstreamRequest
 from spangrad.tracer.gateway.routes import PASSED_ON, ROUTES, RecordedRoute
 from spangrad.tracer.gateway.spans import SpanRecorder
-from spangrad.tracer.hub_exporter import HubExporter
+from spangrad.tracer.hub_exporter import HubExporter, spool_of_hub
 from spangrad.tracer.redaction import rule_of
 from spangrad.tracer.wire.repeated import Readers
 
@@ -110,7 +110,8 @@ def create_app(config: GatewayConfig, *, exporter: SpanExporter | None = None) -
 
 def _exporter(config: GatewayConfig) -> SpanExporter:
     if config.store.startswith(("http://", "https://")):
-        return HubExporter(config.store, key=config.store_key, spool_dir=config.spool_dir)
+        spool = config.spool_dir or spool_of_hub(config.store, "gateway")
+        return HubExporter(config.store, key=config.store_key, spool_dir=spool)
     return SpoolExporter(config.store)
 
 

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from spangrad.errors import ConfigError
 from spangrad.tracer.redaction import Rule, rule_of
 
+MIN_KEY_CHARS = 16
 _ABOVE_0 = (
     "request_timeout_s",
     "version_timeout_s",
@@ -154,6 +155,10 @@ class GatewayConfig:
             )
         if self.agent_key == "":
             raise ConfigError("gateway.agent_key is empty; leave it out or give a key")
+        if isinstance(self.operator_keys, str) or any(len(k) < MIN_KEY_CHARS for k in self.operator_keys):
+            raise ConfigError(
+                f"gateway.operator_keys: expected a list of keys of {MIN_KEY_CHARS} characters or more"
+            )
         if self.agent_key is not None and self.agent_key in self.operator_keys:
             raise ConfigError(
                 "gateway.operator_keys has the agents' key, within the policy's reach; leave it out"

@@ -241,7 +241,7 @@ class EnginePool:
                     initial_version=config.initial_version,
                     timeout_s=config.version_timeout_s,
                 ),
-                SettingsWatch(self._client, entry.url),
+                SettingsWatch(self._client, entry.url, patience_s=config.version_timeout_s),
             )
             for entry in config.all_engines
         )

@@ -79,6 +79,8 @@ class Reads:
             else:
                 if upstream.status_code != 404 or not path.startswith(RESPONSES):
                     return _answer(upstream)
+                if unknown is not None:
+                    await unknown.aclose()
                 unknown = upstream
         if unknown is not None:
             return _answer(unknown)

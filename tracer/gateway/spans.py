@@ -38,7 +38,7 @@ from spangrad.tracer.journal import Journal
 from spangrad.tracer.otlp import OnceEncoded
 from spangrad.tracer.propagation import parse_traceparent
 from spangrad.tracer.recovery import head_of, span_record
-from spangrad.tracer.redaction import Remembered, Rule, redacted_span
+from spangrad.tracer.redaction import Rule, redacted_span, remembering
 from spangrad.tracer.runtime import RandomIds
 
 logger = logging.getLogger(__name__)
@@ -249,7 +249,7 @@ class _Journal:
 class _CountingExporter(SpanExporter):
     def __init__(self, exporter: Exporter, redact: Rule | None, journal: _Journal | None) -> None:
         self._exporter = exporter
-        self._redact = None if redact is None else Remembered(redact)
+        self._redact = remembering(redact)
         self._journal = journal
         self.taken = 0
         self.returned = 0
@@ -277,7 +277,7 @@ class _CountingExporter(SpanExporter):
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.taken += len(spans)
         try:
-            result = self._exporter.export([redacted_span(span, self._redact) for span in spans])
+            result = self._exporter.export([span for span in map(self._clean, spans) if span is not None])
         except Exception:  # boundary: the exporter's thread must live on
             logger.exception("%s failed to export %d spans", type(self._exporter).__name__, len(spans))
             self._failed += len(spans)
@@ -286,6 +286,14 @@ class _CountingExporter(SpanExporter):
             self._journal.exported(len(spans))
         self.returned += len(spans)
         return result
+
+    def _clean(self, span: ReadableSpan) -> ReadableSpan | None:
+        try:
+            return redacted_span(span, self._redact)
+        except Exception:  # boundary: one span that can't be looked through must not cost the others
+            logger.exception("a span could not be redacted; it is dropped")
+            self._failed += 1
+            return None
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         return self._exporter.force_flush(timeout_millis)

@@ -148,7 +148,8 @@ def gateway(
                 name: _hosted_model(text) for name, text in _named("--hosted", hosted, "NAME=PROVIDER/MODEL")
             },
             store=store,
-            store_key=loaded.evaluator if key is None and loaded is not None else key,
+            # An agent's key in the environment is the agents', not the gateway's.
+            store_key=loaded.evaluator if loaded is not None and key in (None, loaded.agent) else key,
             host=host,
             port=port,
             agent_key=None if loaded is None else loaded.agent,
