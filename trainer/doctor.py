@@ -30,6 +30,7 @@ REQUIRED: Final = (
     "opentelemetry-api",
     "opentelemetry-sdk",
     "opentelemetry-proto",
+    "orjson",
     "protobuf",
     "numpy",
     "duckdb",

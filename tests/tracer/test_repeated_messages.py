@@ -105,9 +105,8 @@ def test_what_is_made_of_a_repeated_message_is_made_once() -> None:
     assert once(len, [1, 2]) == 2  # not from a reader: made each time
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeated, "MAX_CHARS", 5000)
-    reader = Reader()
+def test_what_is_remembered_is_bounded() -> None:
+    reader = Reader(max_chars=5000)
     for number in range(100):
         given = request(turns(number % 30 + 1, str(number)))
         assert reader.read(json.dumps(given).encode()) == given
