@@ -52,6 +52,8 @@ MAX_BODY_BYTES: Final = 64 * 2**20
 LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 NEW_SPANS_HEADER: Final = "x-spangrad-new-spans"
 
+_FORGED: Final = "{} spans of a gateway came with the agent key; it needs the evaluator key"
+
 Handler = Callable[[Request], Awaitable[Response]]
 
 _STATUS: Final = (
@@ -162,9 +164,7 @@ class _Hub:
             sent, spans = spans, [span for span in spans if span.scope != SCOPE_GATEWAY]
             forged = len(sent) - len(spans)
             if forged and not spans:  # 403: the sender keeps them, and may have the right key the next time
-                raise PermissionDeniedError(
-                    f"{forged} spans of a gateway came with the agent key; it needs the evaluator key"
-                )
+                raise PermissionDeniedError(_FORGED.format(forged))
         stored = self._writer.submit(spans, len(body))
         if stored is None:
             raise _Refused(503, "too many spans wait to be written; send them again later")
@@ -172,7 +172,7 @@ class _Hub:
         reply = ExportTraceServiceResponse()
         why = ["spans need a trace id of 16 bytes and a span id of 8"] if unreadable else []
         if forged:
-            why.append(f"{forged} spans of a gateway came with the agent key; it needs the evaluator key")
+            why.append(_FORGED.format(forged))
         if put_aside:
             why.append(f"{put_aside} spans could not be stored; the hub's log says why")
         rejected = unreadable + forged + put_aside

@@ -172,9 +172,9 @@ def _route(target: bytes) -> str | None:
     return next((route for ending, route in _SUFFIXES.items() if path.endswith(ending)), None)
 
 
-def _by_name(headers: Any) -> dict[bytes, bytes]:
+def _by_name(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
     """Headers for several look-ups: each one in httpx's own object goes through them all."""
-    return {name.lower(): value for name, value in headers.raw}
+    return {name.lower(): value for name, value in headers}
 
 
 def _log_failure() -> None:
@@ -218,7 +218,7 @@ class _Call:
         rollout = current_rollout()
         parent, place = place_of_call(rollout)
         headers = request.headers.raw
-        sent = {name.lower(): value for name, value in headers}
+        sent = _by_name(headers)
         attributes: dict[str, Any] = place if rollout is None else rollout_attributes(rollout) | place
         retries = sent.get(_RETRY_HEADER, b"0")
         if retries != b"0" and retries.isdigit():
@@ -258,7 +258,7 @@ class _Call:
         try:
             raw = self.raw
             raw.status_code = response.status_code
-            got = _by_name(response.headers)
+            got = _by_name(response.headers.raw)
             raw.content_type = got.get(b"content-type", b"").decode("latin-1")
             raw.content_encoding = got.get(b"content-encoding", b"").decode("latin-1")
             if not HEADERS.isdisjoint(got):

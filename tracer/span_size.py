@@ -26,9 +26,9 @@ def cut(text: str, limit: int) -> str:
 
 def shorten(attributes: dict[str, Any], dropped: dict[str, str]) -> None:
     """Leave out the longest attributes of a span that no hub would take."""
-    if 4 * sum([len(value) for value in attributes.values() if type(value) in _TEXTS]) <= MAX_SPAN_BYTES:
+    if 4 * sum([len(value) for value in attributes.values() if isinstance(value, _TEXTS)]) <= MAX_SPAN_BYTES:
         return
-    texts = {name: value for name, value in attributes.items() if type(value) in _TEXTS}
+    texts = {name: value for name, value in attributes.items() if isinstance(value, _TEXTS)}
     sizes = {
         name: len(value.encode("utf-8", "replace")) if isinstance(value, str) else len(value)
         for name, value in texts.items()

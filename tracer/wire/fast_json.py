@@ -15,7 +15,5 @@ def loads(text: bytes) -> Any:
     """Decode JSON. Raises ValueError or RecursionError."""
     try:
         return orjson.loads(text)
-    except (
-        orjson.JSONDecodeError
-    ):  # also what is no JSON and Python reads all the same: NaN, a lone surrogate
+    except orjson.JSONDecodeError:  # also for what Python reads all the same: NaN, a lone surrogate
         return json.loads(text)
