@@ -179,7 +179,7 @@ def _without_prompt(choice: ReplyChoice, reply: Reply, body: Any) -> list[float]
 def _logprobs_problem(logprobs: Sequence[float] | None, body: Any) -> str | None:
     if logprobs is None:
         return "the engine sent none"
-    if min(logprobs, default=0.0) <= NO_LOGPROB:
+    if any(value <= NO_LOGPROB for value in logprobs):  # `min` would stop at a NaN
         return "a sampled token came without a logprob"
     if isinstance(body, dict) and body.get("use_beam_search"):
         return "beam search does not sample"
