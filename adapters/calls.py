@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from spangrad.adapters.dialects import NO_DIALECT, READERS, recognise
+from spangrad.adapters.dialects import DIALECTS, NO_DIALECT, recognise
 from spangrad.adapters.grading import grade
 from spangrad.adapters.merging import cluster, mark_repeated, merge
 from spangrad.adapters.model_call import ModelCall
@@ -142,7 +142,7 @@ def _is_readable(span: Span) -> bool:
 
 
 def _read(span: Span) -> Reading:
-    return READERS[str(recognise(span))](span)
+    return DIALECTS[str(recognise(span))].read(span)
 
 
 def _with_context(reading: Reading, by_id: Mapping[tuple[str, str], Span]) -> Reading:

@@ -13,13 +13,15 @@ from typing import Any
 
 from google.protobuf import json_format  # type: ignore[import-untyped]
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord as LogProto
 from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Status
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanProto
 
 from spangrad.errors import StoreError
-from spangrad.store.records import Span, SpanEvent
+from spangrad.store.records import LogRecord, Span, SpanEvent
 from spangrad.tracer import conventions
 
 
@@ -79,17 +81,56 @@ def encode_request(spans: Iterable[Span]) -> bytes:
     return bytes(message.SerializeToString())
 
 
+def decode_logs(request: bytes) -> list[LogRecord]:
+    """Records of an `ExportLogsServiceRequest`. An id that is none counts as absent.
+
+    Raises StoreError if the bytes are no such message.
+    """
+    try:
+        message = ExportLogsServiceRequest.FromString(request)
+    except DecodeError as error:
+        raise StoreError(f"{len(request)} bytes are no OTLP ExportLogsServiceRequest: {error}") from error
+    records: list[LogRecord] = []
+    for resource_logs in message.resource_logs:
+        resource = _from_pairs(resource_logs.resource.attributes)
+        for scope_logs in resource_logs.scope_logs:
+            common = {
+                "resource": resource,
+                "resource_schema_url": resource_logs.schema_url,
+                "scope": scope_logs.scope.name,
+                "scope_version": scope_logs.scope.version,
+                "scope_attributes": _from_pairs(scope_logs.scope.attributes),
+                "schema_url": scope_logs.schema_url,
+            }
+            records.extend(_log_from_proto(proto, common) for proto in scope_logs.log_records)
+    return records
+
+
 def json_to_protobuf(request: bytes) -> bytes:
-    """Protobuf bytes of a request in OTLP's JSON form (hex ids, enums as numbers)."""
+    """Protobuf bytes of a trace request in OTLP's JSON form (hex ids, enums as numbers)."""
+    return _json_to_protobuf(request, ExportTraceServiceRequest(), _TRACE_LEVELS)
+
+
+def json_logs_to_protobuf(request: bytes) -> bytes:
+    """Protobuf bytes of a logs request in OTLP's JSON form (hex ids, enums as numbers)."""
+    return _json_to_protobuf(request, ExportLogsServiceRequest(), _LOG_LEVELS)
+
+
+_TRACE_LEVELS = (("resourceSpans", "resource_spans"), ("scopeSpans", "scope_spans"), ("spans",))
+_LOG_LEVELS = (("resourceLogs", "resource_logs"), ("scopeLogs", "scope_logs"), ("logRecords", "log_records"))
+
+
+def _json_to_protobuf(request: bytes, message: Any, levels: Sequence[Sequence[str]]) -> bytes:
     try:
         data = json.loads(request)
-        for resource_spans in _items(data, "resourceSpans", "resource_spans"):
-            for scope_spans in _items(resource_spans, "scopeSpans", "scope_spans"):
-                for span in _items(scope_spans, "spans"):
-                    _ids_to_base64(span)
-                    for link in _items(span, "links"):
-                        _ids_to_base64(link)
-        message = json_format.ParseDict(data, ExportTraceServiceRequest(), ignore_unknown_fields=True)
+        things = [data]
+        for names in levels:
+            things = [thing for outer in things for thing in _items(outer, *names)]
+        for thing in things:
+            _ids_to_base64(thing)
+            for link in _items(thing, "links"):
+                _ids_to_base64(link)
+        json_format.ParseDict(data, message, ignore_unknown_fields=True)
     except (ValueError, TypeError, AttributeError, RecursionError, json_format.ParseError) as error:
         raise StoreError(f"{len(request)} bytes are no OTLP request in JSON: {error}") from error
     return bytes(message.SerializeToString())
@@ -142,6 +183,23 @@ def _from_proto(proto: SpanProto, common: Mapping[str, Any]) -> Span:
         dropped_links=proto.dropped_links_count,
         rollout_id=str(rollout_id) if has_rollout else None,
         attempt=attempt if has_rollout and _is_attempt(attempt) else None,
+        **common,
+    )
+
+
+def _log_from_proto(proto: LogProto, common: Mapping[str, Any]) -> LogRecord:
+    return LogRecord(
+        trace_id=proto.trace_id.hex() if _is_id(proto.trace_id, 16) else None,
+        span_id=proto.span_id.hex() if _is_id(proto.span_id, 8) else None,
+        time_ns=proto.time_unix_nano,
+        observed_ns=proto.observed_time_unix_nano,
+        event_name=proto.event_name,
+        body=_from_value(proto.body),
+        attributes=_from_pairs(proto.attributes),
+        severity_number=proto.severity_number,
+        severity_text=proto.severity_text,
+        flags=proto.flags,
+        dropped_attributes=proto.dropped_attributes_count,
         **common,
     )
 

@@ -89,6 +89,32 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class LogRecord:
+    """One OpenTelemetry log record, lossless. GenAI recorders put messages and evaluations there."""
+
+    trace_id: str | None
+    """Of the span that it belongs to; None where it names none."""
+    span_id: str | None
+    time_ns: int
+    """0: the recorder does not say."""
+    observed_ns: int
+    event_name: str
+    body: Any = None
+    """str, bool, int, float, bytes, None, or lists or dicts of these."""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    severity_number: int = 0
+    severity_text: str = ""
+    scope: str = ""
+    scope_version: str = ""
+    scope_attributes: Mapping[str, Any] = field(default_factory=dict)
+    schema_url: str = ""
+    resource: Mapping[str, Any] = field(default_factory=dict)
+    resource_schema_url: str = ""
+    flags: int = 0
+    dropped_attributes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """One run of an agent on one task."""
 

@@ -2,35 +2,24 @@
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spangrad.adapters.calls import call_to_json, calls_from_spans, calls_of
 from spangrad.adapters.dialects import NO_DIALECT, recognise
+from spangrad.adapters.dialects.otel_genai import DIALECT_OTEL
 from spangrad.adapters.merging import NEVER_READ
 from spangrad.adapters.model_call import Grade, Purpose
-from spangrad.adapters.otel_genai import DIALECT_OTEL
-from spangrad.adapters.otlp_files import messages
 from spangrad.store.file_store import FileStore
-from spangrad.store.otlp import decode_request, encode_request
+from spangrad.store.otlp import encode_request
 from spangrad.store.records import Rollout, RolloutStatus, Span, SpanEvent
 from spangrad.tracer import conventions as c
 from spangrad.tracer.gateway.record import reply_attributes, request_attributes
 from spangrad.tracer.gateway.reply import Reply
 from spangrad.tracer.gateway.rewrite import Route
 from tests.adapters.building import span, text_attributes, token_attributes
-
-FIXTURES = Path(__file__).parent / "fixtures"
-
-
-def captured(name: str) -> list[Span]:
-    spans: list[Span] = []
-    for message, _ in messages(FIXTURES / f"{name}.otlp.jsonl"):
-        if hasattr(message, "SerializeToString"):
-            spans += decode_request(message.SerializeToString())[0]
-    return spans
+from tests.adapters.captured import captured
 
 
 def client(**fields: Any) -> Span:

@@ -28,8 +28,14 @@ def requests(path: Path = MULTI_TURN) -> list[bytes]:
     return [json_to_protobuf(line) for line in path.read_bytes().splitlines() if line]
 
 
-def test_a_folder_is_counted_by_dialect_grade_and_reason(store):
-    report = ingest([FIXTURES], store)
+def test_a_folder_is_counted_by_dialect_grade_and_reason(store, tmp_path):
+    genai = ("fail", "multi_turn", "n2", "responses", "retry", "stream_abandoned", "stream_tool")
+    others = ("genai_langchain/multi_turn", "openai_v2_latest/stream", "openinference_openai/stream")
+    for name in (*(f"genai_openai/{each}" for each in genai), *others):
+        copy = tmp_path / "traces" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(FIXTURES / f"{name}.otlp.jsonl", copy)
+    report = ingest([tmp_path / "traces"], store)
     assert report.files == 10
     assert report.by_dialect == {"otel_genai": 17, "no dialect": 1}
     assert report.by_grade == {"text": 13, "unusable": 4}

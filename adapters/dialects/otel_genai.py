@@ -10,19 +10,18 @@ Invariants:
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
+from spangrad.adapters.dialects.decoding import Decoder, finish_reason
+from spangrad.adapters.dialects.dialect import Dialect
 from spangrad.adapters.messages import chat_messages, chat_tools, system_messages
 from spangrad.adapters.model_call import Choice, Purpose
 from spangrad.adapters.reading import Reading, text, whole_number
 from spangrad.adapters.scrubbing import scrubbed
-from spangrad.errors import DialectError
 from spangrad.store.records import Span
 from spangrad.tracer import conventions as c
-
-T = TypeVar("T")
 
 DIALECT_OTEL: Final = "otel_genai"
 DIALECT_SPANGRAD: Final = "spangrad"
@@ -52,25 +51,36 @@ TOKEN_DATA: Final = (
 """What may be dropped from a span without harm to its text."""
 TEXT_DATA: Final = ("media", "earlier_turns")
 """What may be missing from a span without harm to its ids."""
-FINISH_REASONS: Final = {
-    "": None,
-    "tool_call": "tool_calls",
-    "completed": "stop",  # Responses API
-    "max_output_tokens": "length",
-    "end_turn": "stop",  # Anthropic
-    "stop_sequence": "stop",
-    "tool_use": "tool_calls",
-    "max_tokens": "length",
-    "model_context_window_exceeded": "length",
-    "refusal": "content_filter",
-}
-"""Other spellings -> OpenAI's."""
+
+
+def is_call(span: Span) -> bool:
+    """Whether the span says, in the conventions' words, that it is a call to a model."""
+    operation = span.attributes.get(c.OPERATION_NAME)
+    return isinstance(operation, str) and operation in CALL_OPERATIONS
+
+
+def is_spangrad(span: Span) -> bool:
+    """Whether spangrad's own tracer or gateway wrote the span."""
+    return span.scope in (c.SCOPE_TRACER, c.SCOPE_GATEWAY)
+
+
+def is_otel(span: Span) -> bool:
+    """Whether a call span is told as the conventions 1.37 and later have it."""
+    return is_call(span) and (c.PROVIDER_NAME in span.attributes or _has_messages(span))
 
 
 def read(span: Span) -> Reading:
-    """Read a call span of this dialect (`recognise` has said that it is one)."""
+    """Read a call span of spangrad's, or any other of this dialect."""
+    return read_as(DIALECT_SPANGRAD if is_spangrad(span) else DIALECT_OTEL, span)
+
+
+def read_as(dialect: str, span: Span) -> Reading:
+    """Read what a span says in the conventions' attributes, under a dialect's name.
+
+    For dialects that use the conventions and add to them: they correct the reading where they differ.
+    """
     attributes = span.attributes
-    decoder = _Decoder(span)
+    decoder = Decoder(span)
     choices = _choices(attributes, decoder)
     messages = _messages(attributes, decoder)
     losses = _losses(span, decoder)
@@ -80,7 +90,7 @@ def read(span: Span) -> Reading:
         losses.content += scrubbed([choice.message for choice in choices], "choice")
     return Reading(
         span=span,
-        dialect=DIALECT_SPANGRAD if is_spangrad(span) else DIALECT_OTEL,
+        dialect=dialect,
         is_gateway=span.scope == c.SCOPE_GATEWAY,
         model=text(attributes, c.REQUEST_MODEL) or text(attributes, c.RESPONSE_MODEL),
         response_id=text(attributes, c.RESPONSE_ID),
@@ -115,54 +125,24 @@ def read(span: Span) -> Reading:
     )
 
 
-def is_spangrad(span: Span) -> bool:
-    """Whether spangrad's own tracer or gateway wrote the span."""
-    return span.scope in (c.SCOPE_TRACER, c.SCOPE_GATEWAY)
-
-
-class _Decoder:
-    """Decodes attributes of one span and remembers what went wrong."""
-
-    def __init__(self, span: Span) -> None:
-        self._attributes = span.attributes
-        self.faults: list[str] = []
-        self.notes: list[str] = []
-
-    def json(self, name: str) -> Any:
-        """The attribute, parsed if it is a JSON string; None if absent or broken."""
-        value = self._attributes.get(name)
-        if not isinstance(value, str):
-            return value
+def _has_messages(span: Span) -> bool:
+    """Whether the span has messages as the conventions 1.37 have them; others know the name, not the form."""
+    for name in (c.INPUT_MESSAGES, c.OUTPUT_MESSAGES):
+        value = span.attributes.get(name)
         try:
-            return json.loads(value)
-        except (ValueError, RecursionError) as error:
-            self.faults.append(f"invalid JSON: {name} can't be parsed ({error})")
-            return None
-
-    def convert(self, name: str, conversion: Callable[[Any], T]) -> T | None:
-        """The attribute, parsed and converted; a shape that can't be read is a fault."""
-        value = self.json(name)
-        if value is None:
-            return None
-        try:
-            return conversion(value)
-        except DialectError as error:
-            self.faults.append(f"unreadable: {name}: {error}")
-            return None
-
-    def unpack(self, name: str, unpacking: Callable[[bytes], list[T]]) -> list[T] | None:
-        """The packed attribute as a list."""
-        value = self._attributes.get(name)
-        if value is None:
-            return None
-        try:
-            return unpacking(value)
-        except (ValueError, TypeError) as error:
-            self.faults.append(f"unreadable: {name}: {error}")
-            return None
+            messages = json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+            return True
+    return False
 
 
-def _messages(attributes: Mapping[str, Any], decoder: _Decoder) -> list[dict[str, Any]]:
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and "role" in value and isinstance(value.get("parts"), list)
+
+
+def _messages(attributes: Mapping[str, Any], decoder: Decoder) -> list[dict[str, Any]]:
     system: list[dict[str, Any]] = []
     if SYSTEM_INSTRUCTIONS in attributes:
         instructions = attributes[SYSTEM_INSTRUCTIONS]
@@ -174,7 +154,7 @@ def _messages(attributes: Mapping[str, Any], decoder: _Decoder) -> list[dict[str
     return system + (decoder.convert(c.INPUT_MESSAGES, lambda v: chat_messages(v, decoder.notes)) or [])
 
 
-def _choices(attributes: Mapping[str, Any], decoder: _Decoder) -> list[Choice]:
+def _choices(attributes: Mapping[str, Any], decoder: Decoder) -> list[Choice]:
     outputs = decoder.json(c.OUTPUT_MESSAGES)
     messages = (
         decoder.convert(c.OUTPUT_MESSAGES, lambda v: chat_messages(v, decoder.notes)) if outputs else []
@@ -193,7 +173,7 @@ def _choices(attributes: Mapping[str, Any], decoder: _Decoder) -> list[Choice]:
         choices.append(
             Choice(
                 message=message,
-                finish_reason=FINISH_REASONS.get(finish, finish) if finish is not None else None,
+                finish_reason=finish_reason(finish),
                 sampled_token_ids=decoder.unpack(c.choice_key(c.SAMPLED_TOKEN_IDS, index), c.unpack_ints),
                 logprobs=decoder.unpack(c.choice_key(c.SAMPLED_LOGPROBS, index), c.unpack_floats),
                 policy_versions=decoder.unpack(c.choice_key(c.POLICY_VERSIONS, index), c.unpack_ints),
@@ -218,7 +198,7 @@ def _packed_choices(attributes: Mapping[str, Any]) -> int:
     return count
 
 
-def _sampling(attributes: Mapping[str, Any], decoder: _Decoder) -> dict[str, Any]:
+def _sampling(attributes: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
     extra = decoder.json(c.REQUEST_EXTRA)
     sampling = dict(extra) if isinstance(extra, Mapping) else {}
     sampling.update({key: attributes[name] for key, name in SAMPLING.items() if name in attributes})
@@ -266,7 +246,7 @@ class _Losses:
     """Of text: they matter where there are no ids."""
 
 
-def _losses(span: Span, decoder: _Decoder) -> _Losses:
+def _losses(span: Span, decoder: Decoder) -> _Losses:
     losses = _Losses()
     if span.dropped_attributes > 0:
         count = span.dropped_attributes
@@ -285,7 +265,7 @@ def _losses(span: Span, decoder: _Decoder) -> _Losses:
     return losses
 
 
-def _redacted(decoder: _Decoder) -> tuple[str, ...]:
+def _redacted(decoder: Decoder) -> tuple[str, ...]:
     """Names of the attributes that redaction changed, if they are of the request or the reply."""
     names = decoder.json(c.REDACTED)
     if isinstance(names, str):
@@ -294,3 +274,7 @@ def _redacted(decoder: _Decoder) -> tuple[str, ...]:
         return ()
     content = (c.INPUT_MESSAGES, c.OUTPUT_MESSAGES, c.REQUEST_EXTRA, SYSTEM_INSTRUCTIONS, c.TOOL_DEFINITIONS)
     return tuple(name for name in names if name in content)
+
+
+SPANGRAD: Final = Dialect(DIALECT_SPANGRAD, is_spangrad, is_call, read)
+OTEL_GENAI: Final = Dialect(DIALECT_OTEL, is_otel, is_call, read)

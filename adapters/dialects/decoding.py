@@ -1,0 +1,75 @@
+"""What the readers of all dialects share: decoding attributes without trusting them, one spelling of words.
+
+Knows JSON and packed bytes in attributes; it does not know which attributes a dialect has.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from spangrad.errors import DialectError
+from spangrad.store.records import Span
+
+T = TypeVar("T")
+
+FINISH_REASONS: Final = {
+    "": None,
+    "tool_call": "tool_calls",
+    "completed": "stop",  # Responses API
+    "max_output_tokens": "length",
+    "end_turn": "stop",  # Anthropic
+    "stop_sequence": "stop",
+    "tool_use": "tool_calls",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+    "refusal": "content_filter",
+}
+"""Other spellings -> OpenAI's."""
+
+
+def finish_reason(told: str | None) -> str | None:
+    """A finish reason in OpenAI's spelling; None if none was told."""
+    return None if told is None else FINISH_REASONS.get(told, told)
+
+
+class Decoder:
+    """Decodes attributes of one span and remembers what went wrong."""
+
+    def __init__(self, span: Span) -> None:
+        """Decode this span's attributes."""
+        self._attributes = span.attributes
+        self.faults: list[str] = []
+        self.notes: list[str] = []
+
+    def json(self, name: str) -> Any:
+        """The attribute, parsed if it is a JSON string; None if absent or broken."""
+        value = self._attributes.get(name)
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError) as error:
+            self.faults.append(f"invalid JSON: {name} can't be parsed ({error})")
+            return None
+
+    def convert(self, name: str, conversion: Callable[[Any], T]) -> T | None:
+        """The attribute, parsed and converted; a shape that can't be read is a fault."""
+        value = self.json(name)
+        if value is None:
+            return None
+        try:
+            return conversion(value)
+        except DialectError as error:
+            self.faults.append(f"unreadable: {name}: {error}")
+            return None
+
+    def unpack(self, name: str, unpacking: Callable[[bytes], list[T]]) -> list[T] | None:
+        """The packed attribute as a list."""
+        value = self._attributes.get(name)
+        if value is None:
+            return None
+        try:
+            return unpacking(value)
+        except (ValueError, TypeError) as error:
+            self.faults.append(f"unreadable: {name}: {error}")
+            return None

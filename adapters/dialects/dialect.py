@@ -1,0 +1,25 @@
+"""Dialect: how one family of recorders tells of a model call in a span."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spangrad.adapters.reading import Reading
+from spangrad.store.records import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One dialect: how its spans are known, which of them are model calls, and what those say.
+
+    All three are pure functions of one span. They never raise, whatever the span holds: what can't be
+    read is a fault of the reading.
+    """
+
+    name: str
+    """What reports call it: `otel_genai`."""
+    wrote: Callable[[Span], bool]
+    """Whether a span is told in this dialect, model call or not."""
+    is_call: Callable[[Span], bool]
+    """Whether a span of this dialect is a model call."""
+    read: Callable[[Span], Reading]
+    """Read a call span of this dialect."""
