@@ -125,6 +125,7 @@ def call_to_json(call: ModelCall) -> dict[str, Any]:
         "purpose_reason": call.purpose_reason,
         "is_trained_policy": call.is_trained_policy,
         "response_id": call.response_id,
+        "conversation_id": call.conversation_id,
         "error": call.error,
         "usage": dict(call.usage),
         "start_ns": call.start_ns,
@@ -191,6 +192,7 @@ def _call(reading: Reading, group: Sequence[Reading]) -> ModelCall:
         attempt=attempt if attempt <= c.MAX_ATTEMPT else 0,  # the store does not believe it either
         model=reading.model,
         response_id=reading.response_id,
+        conversation_id=reading.conversation_id,
         messages=reading.messages,
         tools=reading.tools,
         sampling=reading.sampling,

@@ -64,6 +64,8 @@ class ModelCall:
     attempt: int = 0
     model: str | None = None
     response_id: str | None = None
+    conversation_id: str | None = None
+    """Session, thread or conversation that a recorder named: a hint at what belongs to one rollout."""
     messages: Sequence[Mapping[str, Any]] = ()
     """Request messages in OpenAI chat form."""
     tools: Sequence[Mapping[str, Any]] = ()

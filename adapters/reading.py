@@ -34,6 +34,8 @@ class Reading:
     ancestor_span_ids: Sequence[str] = ()
     """Nearest first."""
     rollout_id: str | None = None
+    conversation_id: str | None = None
+    """Session, thread or conversation that the recorder names."""
     attempt: int | None = None
     purpose: Purpose | None = None
     is_trained_policy: bool | None = None

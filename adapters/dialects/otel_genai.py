@@ -104,6 +104,7 @@ def read_as(dialect: str, span: Span) -> Reading:
         step_index=whole_number(attributes, c.STEP_INDEX),
         state_key=text(attributes, c.STATE_KEY),
         rollout_id=span.rollout_id or text(attributes, c.ROLLOUT_ID),
+        conversation_id=text(attributes, c.CONVERSATION_ID),
         attempt=span.attempt if span.attempt is not None else whole_number(attributes, c.ATTEMPT),
         purpose=_purpose(attributes),
         is_trained_policy=_policy(attributes),
