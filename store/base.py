@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from spangrad.store.records import Policy, Reward, Rollout, RolloutStatus, Span, Update
+from spangrad.store.records import LogRecord, Policy, Reward, Rollout, RolloutStatus, Span, Update
 
 
 class Store(Protocol):
@@ -15,6 +15,10 @@ class Store(Protocol):
 
     def put_otlp(self, request: bytes) -> int:
         """Store an OTLP `ExportTraceServiceRequest` (protobuf). Returns how many spans were new."""
+        ...
+
+    def put_logs(self, request: bytes) -> int:
+        """Store an OTLP `ExportLogsServiceRequest` (protobuf). Returns how many records were new."""
         ...
 
     def enqueue(self, rollouts: Sequence[Rollout]) -> int:
@@ -92,6 +96,12 @@ class Store(Protocol):
         self, rollout_ids: Sequence[str] | None = None, *, trace_ids: Sequence[str] | None = None
     ) -> Iterable[Span]:
         """Spans of these rollouts or traces (all without), ordered by (trace, start time)."""
+        ...
+
+    def logs(
+        self, rollout_ids: Sequence[str] | None = None, *, trace_ids: Sequence[str] | None = None
+    ) -> Iterable[LogRecord]:
+        """Log records of the spans of these rollouts, or of these traces (all without), by (trace, time)."""
         ...
 
     def put_calls(self, rows: Sequence[Mapping[str, Any]]) -> int:

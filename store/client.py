@@ -16,9 +16,11 @@ import httpx
 from spangrad import errors
 from spangrad.errors import HubUnreachableError, SpangradError, StoreError
 from spangrad.store.encoding import decode_json, encode_json
-from spangrad.store.records import Policy, Reward, Rollout, RolloutStatus, Span, Update
+from spangrad.store.records import LogRecord, Policy, Reward, Rollout, RolloutStatus, Span, Update
 from spangrad.store.wire import (
+    LOGS_TYPE,
     SPANS_TYPE,
+    logs_from_frames,
     record_from_wire,
     record_to_wire,
     records_from_wire,
@@ -55,12 +57,11 @@ class HubClient:
 
     def put_otlp(self, request: bytes) -> int:
         """Store an OTLP `ExportTraceServiceRequest` (protobuf). Returns how many spans were new."""
-        headers = {"content-type": "application/x-protobuf"}
-        response = self._send("/v1/traces", request, headers=headers)
-        count = response.headers.get("x-spangrad-new-spans", "")
-        if not count.isdecimal():
-            raise _no_hub(self.url, response.text)
-        return int(count)
+        return self._put("/v1/traces", request, "x-spangrad-new-spans")
+
+    def put_logs(self, request: bytes) -> int:
+        """Store an OTLP `ExportLogsServiceRequest` (protobuf). Returns how many records were new."""
+        return self._put("/v1/logs", request, "x-spangrad-new-logs")
 
     def enqueue(self, rollouts: Sequence[Rollout]) -> int:
         """Add rollouts to the queue; those whose id is known are left alone. Returns how many were new."""
@@ -171,7 +172,18 @@ class HubClient:
             "rollout_ids": None if rollout_ids is None else list(rollout_ids),
             "trace_ids": None if trace_ids is None else list(trace_ids),
         }
-        return self._stream_spans(encode_json(arguments).encode())
+        pieces = self._stream("/api/spans", arguments, SPANS_TYPE)
+        return spans_from_frames(pieces)
+
+    def logs(
+        self, rollout_ids: Sequence[str] | None = None, *, trace_ids: Sequence[str] | None = None
+    ) -> Iterable[LogRecord]:
+        """Log records of the spans of these rollouts, or of these traces (all without), by (trace, time)."""
+        arguments = {
+            "rollout_ids": None if rollout_ids is None else list(rollout_ids),
+            "trace_ids": None if trace_ids is None else list(trace_ids),
+        }
+        return logs_from_frames(self._stream("/api/logs", arguments, LOGS_TYPE))
 
     def commit_update(self, update: Update) -> bool:
         """Record an update and mark its rollouts consumed, in one transaction.
@@ -238,12 +250,19 @@ class HubClient:
         """Close it."""
         self.close()
 
-    def _stream_spans(self, body: bytes) -> Iterator[Span]:
-        response = self._send("/api/spans", body, is_streamed=True)
+    def _put(self, path: str, request: bytes, header: str) -> int:
+        response = self._send(path, request, headers={"content-type": "application/x-protobuf"})
+        count = response.headers.get(header, "")
+        if not count.isdecimal():
+            raise _no_hub(self.url, response.text)
+        return int(count)
+
+    def _stream(self, path: str, arguments: Mapping[str, Any], content_type: str) -> Iterator[bytes]:
+        response = self._send(path, encode_json(arguments).encode(), is_streamed=True)
         try:
-            if response.headers.get("content-type") != SPANS_TYPE:
+            if response.headers.get("content-type") != content_type:
                 raise _no_hub(self.url, response.read().decode(errors="replace"))
-            yield from spans_from_frames(response.iter_bytes())
+            yield from response.iter_bytes()
         except httpx.TransportError as error:
             raise _unreachable(self.url, error) from error
         finally:

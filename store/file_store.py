@@ -13,8 +13,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from spangrad.errors import StoreError
-from spangrad.store.otlp import decode_request, encode_request
+from spangrad.store.otlp import decode_logs, decode_request, encode_request
 from spangrad.store.records import (
+    LogRecord,
     Policy,
     Reward,
     RewardAuthor,
@@ -26,6 +27,7 @@ from spangrad.store.records import (
 from spangrad.store.schema import TABLES
 from spangrad.store.tables import ledger, queue
 from spangrad.store.tables.database import OUTAGES, Database, store_error
+from spangrad.store.tables.logs import insert_logs, read_logs
 from spangrad.store.tables.query import ROW_LIMIT, TIMEOUT_S, run_query
 from spangrad.store.tables.rewards import put_rewards, select_rewards
 from spangrad.store.tables.spans import SpanWriter, read_spans
@@ -100,6 +102,18 @@ class FileStore:
     ) -> Iterable[Span]:
         """Spans of these rollouts or traces (all without), ordered by (trace, start time)."""
         return read_spans(self._database, rollout_ids, trace_ids)
+
+    def put_logs(self, request: bytes, *, author: RewardAuthor = RewardAuthor.OPERATOR) -> int:
+        """Store an OTLP `ExportLogsServiceRequest` (protobuf). Returns how many records were new."""
+        records = decode_logs(request)
+        with self._database.transaction() as con:
+            return len(insert_logs(con, records, author))
+
+    def logs(
+        self, rollout_ids: Sequence[str] | None = None, *, trace_ids: Sequence[str] | None = None
+    ) -> Iterable[LogRecord]:
+        """Log records of the spans of these rollouts, or of these traces (all without), by (trace, time)."""
+        return read_logs(self._database, rollout_ids, trace_ids)
 
     def drain(self) -> int:
         """Take in what tracers have spooled beside the file. Returns how many records.

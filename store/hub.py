@@ -1,14 +1,16 @@
 """The hub: a store behind HTTP.
 
     POST /v1/traces      OTLP: protobuf or JSON, gzip or not        agent
+    POST /v1/logs        the same, log records                      agent
     POST /api/<name>     the other methods of a store, JSON         see operations.py
     POST /api/spans      spans as frames of OTLP protobuf           evaluator
+    POST /api/logs       log records, likewise                      evaluator
     GET  /healthz                                                   anybody
 
 Knows HTTP, keys and the size of bodies; what an operation does is in `operations.py`.
 Invariants:
 
-* 200 to `/v1/traces` means on disk, all but the `rejected_spans` that it names;
+* 200 to `/v1/traces` and `/v1/logs` means on disk, all but the `rejected_spans` that it names;
 * an agent's key does not send spans that a gateway vouches for;
 * 400 is for what the caller sent and will never be taken; whatever else fails is 503, and the same
   request may be sent again;
@@ -25,6 +27,7 @@ from contextlib import asynccontextmanager
 from itertools import chain
 from typing import Any, Final
 
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -38,11 +41,11 @@ from spangrad.store.encoding import decode_json, encode_json
 from spangrad.store.file_store import FileStore
 from spangrad.store.keys import Keys, Role
 from spangrad.store.migrations import SCHEMA_VERSION
-from spangrad.store.operations import OPERATIONS, run_operation
-from spangrad.store.otlp import decode_request, json_to_protobuf
+from spangrad.store.operations import AUTHORS, OPERATIONS, run_operation
+from spangrad.store.otlp import decode_request, json_logs_to_protobuf, json_to_protobuf
 from spangrad.store.records import Span
 from spangrad.store.tables.database import OUTAGES
-from spangrad.store.wire import SPANS_TYPE, spans_to_frames
+from spangrad.store.wire import LOGS_TYPE, SPANS_TYPE, logs_to_frames, spans_to_frames
 from spangrad.store.writer import GroupWriter
 from spangrad.tracer.conventions import SCOPE_GATEWAY
 
@@ -51,6 +54,7 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES: Final = 64 * 2**20
 LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 NEW_SPANS_HEADER: Final = "x-spangrad-new-spans"
+NEW_LOGS_HEADER: Final = "x-spangrad-new-logs"
 
 _FORGED: Final = "{} spans of a gateway came with the agent key; it needs the evaluator key"
 
@@ -96,7 +100,9 @@ def create_app(
         routes=[
             Route("/healthz", hub.answer(hub.health, None)),
             Route("/v1/traces", hub.answer(hub.traces, Role.AGENT), methods=["POST"]),
-            Route("/api/spans", hub.answer(hub.spans, Role.EVALUATOR), methods=["POST"]),
+            Route("/v1/logs", hub.answer(hub.logs, Role.AGENT), methods=["POST"]),
+            Route("/api/spans", hub.answer(hub.stored_spans, Role.EVALUATOR), methods=["POST"]),
+            Route("/api/logs", hub.answer(hub.stored_logs, Role.EVALUATOR), methods=["POST"]),
             *(
                 Route(f"/api/{name}", hub.answer(hub.operation(name), operation.role), methods=["POST"])
                 for name, operation in OPERATIONS.items()
@@ -157,7 +163,7 @@ class _Hub:
 
     async def traces(self, request: Request) -> Response:
         body = await _body(request)
-        is_json = request.headers.get("content-type", "").partition(";")[0].strip() == "application/json"
+        is_json = _is_json(request)
         spans, unreadable = await run_in_threadpool(_decode, body, is_json)
         forged = 0
         if request.state.role is Role.AGENT:
@@ -185,15 +191,29 @@ class _Hub:
             return JSONResponse({"partialSuccess": partial} if rejected else {}, headers=headers)
         return Response(reply.SerializeToString(), media_type="application/x-protobuf", headers=headers)
 
-    async def spans(self, request: Request) -> Response:
+    async def logs(self, request: Request) -> Response:
+        body = await _body(request)
+        is_json = _is_json(request)
+        author = AUTHORS[request.state.role]
+
+        def put() -> int:
+            return self._store.put_logs(json_logs_to_protobuf(body) if is_json else body, author=author)
+
+        headers = {NEW_LOGS_HEADER: str(await run_in_threadpool(put))}
+        if is_json:
+            return JSONResponse({}, headers=headers)
+        reply = ExportLogsServiceResponse().SerializeToString()
+        return Response(reply, media_type="application/x-protobuf", headers=headers)
+
+    async def stored_spans(self, request: Request) -> Response:
         arguments = await _arguments(request)
+        check_arguments("spans", FileStore.spans, arguments)
+        return await _stream(lambda: spans_to_frames(self._store.spans(**arguments)), SPANS_TYPE)
 
-        def begin() -> Iterator[bytes]:
-            frames = spans_to_frames(_read_spans(self._store, arguments))
-            return chain([next(frames)], frames)  # an error here still has a status of its own
-
-        frames = await run_in_threadpool(begin)
-        return StreamingResponse(frames, media_type=SPANS_TYPE)
+    async def stored_logs(self, request: Request) -> Response:
+        arguments = await _arguments(request)
+        check_arguments("logs", FileStore.logs, arguments)
+        return await _stream(lambda: logs_to_frames(self._store.logs(**arguments)), LOGS_TYPE)
 
     def operation(self, name: str) -> Handler:
         async def handler(request: Request) -> Response:
@@ -239,9 +259,17 @@ def _decode(body: bytes, is_json: bool) -> tuple[list[Span], int]:
     return decode_request(json_to_protobuf(body) if is_json else body)
 
 
-def _read_spans(store: FileStore, arguments: dict[str, Any]) -> Iterator[Span]:
-    check_arguments("spans", FileStore.spans, arguments)
-    yield from store.spans(**arguments)
+def _is_json(request: Request) -> bool:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return kind == "application/json"
+
+
+async def _stream(begin: Callable[[], Iterator[bytes]], content_type: str) -> Response:
+    def first() -> Iterator[bytes]:
+        frames = begin()
+        return chain([next(frames)], frames)  # an error here still has a status of its own
+
+    return StreamingResponse(await run_in_threadpool(first), media_type=content_type)
 
 
 async def _arguments(request: Request) -> dict[str, Any]:

@@ -25,7 +25,16 @@ def m002_place_of_calls(con: duckdb.DuckDBPyConnection) -> None:
         con.execute(f"ALTER TABLE calls ADD COLUMN {column}")
 
 
-MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (m001_initial, m002_place_of_calls)
+def m003_logs(con: duckdb.DuckDBPyConnection) -> None:
+    """Log records."""
+    con.execute(_LOGS)
+
+
+MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
+    m001_initial,
+    m002_place_of_calls,
+    m003_logs,
+)
 SCHEMA_VERSION = len(MIGRATIONS)
 
 
@@ -222,4 +231,30 @@ CREATE TABLE metrics (
   name VARCHAR NOT NULL,
   value DOUBLE NOT NULL
 );
+"""
+
+_LOGS = """
+CREATE TABLE logs (
+  log_id VARCHAR NOT NULL,
+  trace_id VARCHAR,
+  span_id VARCHAR,
+  time_ns UBIGINT NOT NULL,
+  observed_ns UBIGINT NOT NULL,
+  event_name VARCHAR NOT NULL,
+  body JSON NOT NULL,
+  attributes JSON NOT NULL,
+  severity_number INTEGER NOT NULL,
+  severity_text VARCHAR NOT NULL,
+  scope VARCHAR NOT NULL,
+  scope_version VARCHAR NOT NULL,
+  scope_attributes JSON NOT NULL,
+  schema_url VARCHAR NOT NULL,
+  resource JSON NOT NULL,
+  resource_schema_url VARCHAR NOT NULL,
+  flags BIGINT NOT NULL,
+  dropped_attributes BIGINT NOT NULL,
+  author VARCHAR NOT NULL,
+  PRIMARY KEY (log_id)
+);
+CREATE INDEX logs_trace_id ON logs (trace_id);
 """

@@ -16,11 +16,12 @@ from spangrad.store.wire import record_from_wire, record_to_wire, records_from_w
 
 Arguments = dict[str, Any]
 
-_AUTHORS: Final = {
+AUTHORS: Final = {
     Role.AGENT: RewardAuthor.AGENT,
     Role.EVALUATOR: RewardAuthor.EVALUATOR,
     Role.TRAINER: RewardAuthor.OPERATOR,
 }
+"""Who is the author of what came with a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def _requeue(store: FileStore, arguments: Arguments, role: Role) -> int:
 
 
 def _put_rewards(store: FileStore, arguments: Arguments, role: Role) -> int:
-    return store.put_rewards(records_from_wire(Reward, arguments.get("rewards")), author=_AUTHORS[role])
+    return store.put_rewards(records_from_wire(Reward, arguments.get("rewards")), author=AUTHORS[role])
 
 
 def _rollouts(store: FileStore, arguments: Arguments, role: Role) -> list[dict[str, Any]]:

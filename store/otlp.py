@@ -1,4 +1,4 @@
-"""Span <-> OTLP, both ways.
+"""Spans and log records <-> OTLP, both ways.
 
 Knows the protobuf messages of `opentelemetry-proto` and the JSON form of OTLP. Knows no
 tables. Invariant: `decode_request(encode_request(spans))` gives the spans back, but for
@@ -17,6 +17,7 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsSer
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord as LogProto
+from opentelemetry.proto.logs.v1.logs_pb2 import ScopeLogs
 from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Status
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanProto
 
@@ -104,6 +105,32 @@ def decode_logs(request: bytes) -> list[LogRecord]:
             }
             records.extend(_log_from_proto(proto, common) for proto in scope_logs.log_records)
     return records
+
+
+def encode_logs(records: Iterable[LogRecord]) -> bytes:
+    """OTLP protobuf of log records; neighbours with equal resource and scope share a block."""
+    message = ExportLogsServiceRequest()
+    last: tuple[Any, ...] | None = None
+    block: ScopeLogs | None = None
+    for record in records:
+        origin = (
+            record.resource,
+            record.resource_schema_url,
+            record.scope,
+            record.scope_version,
+            record.scope_attributes,
+            record.schema_url,
+        )
+        if block is None or origin != last:
+            last = origin
+            resource_logs = message.resource_logs.add(schema_url=record.resource_schema_url)
+            resource_logs.resource.attributes.extend(_to_pairs(record.resource))
+            block = resource_logs.scope_logs.add(schema_url=record.schema_url)
+            block.scope.name = record.scope
+            block.scope.version = record.scope_version
+            block.scope.attributes.extend(_to_pairs(record.scope_attributes))
+        block.log_records.append(_log_to_proto(record))
+    return bytes(message.SerializeToString())
 
 
 def json_to_protobuf(request: bytes) -> bytes:
@@ -270,6 +297,24 @@ def _to_proto(span: Span) -> SpanProto:
             dropped_attributes_count=link.get("dropped_attributes", 0),
             flags=link.get("flags", 0),
         )
+    return proto
+
+
+def _log_to_proto(record: LogRecord) -> LogProto:
+    proto = LogProto(
+        trace_id=bytes.fromhex(record.trace_id or ""),
+        span_id=bytes.fromhex(record.span_id or ""),
+        time_unix_nano=record.time_ns,
+        observed_time_unix_nano=record.observed_ns,
+        event_name=record.event_name,
+        attributes=_to_pairs(record.attributes),
+        severity_text=record.severity_text,
+        flags=record.flags,
+        dropped_attributes_count=record.dropped_attributes,
+    )
+    proto.severity_number = record.severity_number  # type: ignore[assignment]
+    if record.body is not None:
+        proto.body.CopyFrom(_to_value(record.body))
     return proto
 
 

@@ -102,6 +102,34 @@ MESSAGES = Table(
     key=("message_id",),
 )
 
+LOGS = Table(
+    "logs",
+    "One OpenTelemetry log record, lossless: recorders keep messages and evaluations there.",
+    (
+        Column("log_id", "VARCHAR", "BLAKE2b-128 of the record: the same record twice is one row"),
+        Column("trace_id", "VARCHAR", "32 hex digits; NULL where it names no trace", True),
+        Column("span_id", "VARCHAR", "16 hex digits; NULL where it names no span", True),
+        Column("time_ns", "UBIGINT", "Unix time, ns; 0: the recorder does not say"),
+        Column("observed_ns", "UBIGINT", "Unix time, ns; when it was collected"),
+        Column("event_name", "VARCHAR", "name of the event; older recorders have it as an attribute"),
+        Column("body", "JSON", "any value; $bytes and $float as in spans.attributes"),
+        Column("attributes", "JSON", "all attributes"),
+        Column("severity_number", "INTEGER", "OTLP SeverityNumber"),
+        Column("severity_text", "VARCHAR", "its name at the source"),
+        Column("scope", "VARCHAR", "instrumentation scope"),
+        Column("scope_version", "VARCHAR", "version of the scope"),
+        Column("scope_attributes", "JSON", "attributes of the scope"),
+        Column("schema_url", "VARCHAR", "schema of the scope's records"),
+        Column("resource", "JSON", "attributes of the resource"),
+        Column("resource_schema_url", "VARCHAR", "schema of the resource"),
+        Column("flags", "BIGINT", "OTLP flags"),
+        Column("dropped_attributes", "BIGINT", "dropped by the SDK"),
+        Column("author", "VARCHAR", "whose key brought it: agent, evaluator or operator"),
+    ),
+    key=("log_id",),
+    indexes=("trace_id",),
+)
+
 CALLS = Table(
     "calls",
     "One model call, normalised from one or more spans by the adapters; can be rebuilt from spans.",
@@ -245,6 +273,7 @@ METRICS = Table(
 TABLES = (
     SPANS,
     MESSAGES,
+    LOGS,
     CALLS,
     TASKS,
     ROLLOUTS,

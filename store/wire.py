@@ -5,7 +5,9 @@ Knows the records' fields; knows no HTTP. Spans travel as OTLP protobuf, in fram
     uint32 LE size | JSON [[rollout_id, attempt], ...] | uint32 LE size | ExportTraceServiceRequest
 
 one [rollout_id, attempt] a span, as OTLP has no field for what a span inherited. A frame
-of two zeros ends the stream; a stream without it was cut off.
+of two zeros ends the stream; a stream without it was cut off. Log records likewise, without owners:
+
+    uint32 LE size | ExportLogsServiceRequest
 """
 
 import struct
@@ -17,8 +19,9 @@ from typing import Any, Final, TypeVar
 from spangrad.errors import StoreError
 from spangrad.store.checking import check_fields
 from spangrad.store.encoding import decode_json, encode_json
-from spangrad.store.otlp import decode_request, encode_request
+from spangrad.store.otlp import decode_logs, decode_request, encode_logs, encode_request
 from spangrad.store.records import (
+    LogRecord,
     Policy,
     Reward,
     RewardAuthor,
@@ -32,6 +35,7 @@ from spangrad.store.records import (
 Record = TypeVar("Record", Rollout, Reward, Update, Policy, UpdateSample)
 
 SPANS_TYPE: Final = "application/x-spangrad-spans"
+LOGS_TYPE: Final = "application/x-spangrad-logs"
 _SIZE: Final = struct.Struct("<I")
 _SPANS_PER_FRAME: Final = 64
 _END: Final = _SIZE.pack(0) * 2
@@ -110,6 +114,22 @@ def spans_from_frames(pieces: Iterable[bytes]) -> Iterator[Span]:
         named: Sequence[Sequence[Any]] = decode_json(owners.decode())
         for span, (rollout_id, attempt) in zip(spans, named, strict=True):
             yield replace(span, rollout_id=rollout_id, attempt=attempt)
+
+
+def logs_to_frames(records: Iterable[LogRecord]) -> Iterator[bytes]:
+    """Frames of a stream of log records, the last one included."""
+    iterator = iter(records)
+    while chunk := list(islice(iterator, _SPANS_PER_FRAME)):
+        request = encode_logs(chunk)
+        yield _SIZE.pack(len(request)) + request
+    yield _SIZE.pack(0)
+
+
+def logs_from_frames(pieces: Iterable[bytes]) -> Iterator[LogRecord]:
+    """Log records of a stream of bytes. Raises StoreError if the stream ends early."""
+    source = _Source(pieces)
+    while request := source.take_part():
+        yield from decode_logs(request)
 
 
 class _Source:

@@ -1,0 +1,95 @@
+"""Log records in and out of the file.
+
+Knows the table `logs`. Invariants: a record is stored once by its content; an evaluation also by its
+author, so that what an agent sent first does not stand in for what an evaluator says; reading gives back
+what came.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Final
+
+import duckdb
+
+from spangrad.store.encoding import decode_json, encode_json
+from spangrad.store.records import LogRecord, RewardAuthor
+from spangrad.store.schema import LOGS
+from spangrad.store.tables.database import Database
+from spangrad.store.tables.rows import insert_rows
+from spangrad.tracer.conventions import REWARD_EVENT
+
+READ_ROWS: Final = 1000
+EVENT_NAME: Final = "event.name"
+"""Attribute that names the event in records of before OTLP 1.5."""
+_JSON: Final = ("body", "attributes", "scope_attributes", "resource")
+_PLAIN: Final = (
+    *("trace_id", "span_id", "time_ns", "observed_ns", "event_name", "severity_number", "severity_text"),
+    *("scope", "scope_version", "schema_url", "resource_schema_url", "flags", "dropped_attributes"),
+)
+
+
+def insert_logs(
+    con: duckdb.DuckDBPyConnection, records: Sequence[LogRecord], author: RewardAuthor
+) -> list[LogRecord]:
+    """Store records that came with this author's key. Returns those that were new."""
+    rows = [_row(record, author) for record in records]
+    by_id = {row["log_id"]: (row, record) for row, record in zip(rows, records, strict=True)}
+    if not by_id:
+        return []
+    sql = "SELECT log_id FROM logs WHERE log_id IN (SELECT unnest(?::VARCHAR[]))"
+    for (known,) in con.execute(sql, [list(by_id)]).fetchall():
+        del by_id[known]
+    insert_rows(con, LOGS, [row for row, _ in by_id.values()])
+    return [record for _, record in by_id.values()]
+
+
+def event_name(record: LogRecord) -> str:
+    """The name of the event that a record is; empty if it is none."""
+    name = record.event_name or record.attributes.get(EVENT_NAME)
+    return name if isinstance(name, str) else ""
+
+
+def read_logs(
+    database: Database, rollout_ids: Sequence[str] | None, trace_ids: Sequence[str] | None
+) -> Iterator[LogRecord]:
+    """Records of the spans of these rollouts, or of these traces (all without), by (trace, time)."""
+    conditions: list[str] = []
+    parameters: list[list[str]] = []
+    if database.read_only and not _has_table(database):
+        return
+    if rollout_ids is not None:
+        spans = "SELECT trace_id, span_id FROM spans WHERE rollout_id IN (SELECT unnest(?::VARCHAR[]))"
+        conditions.append(f"(trace_id, span_id) IN ({spans})")
+        parameters.append(list(rollout_ids))
+    if trace_ids is not None:
+        conditions.append("trace_id IN (SELECT unnest(?::VARCHAR[]))")
+        parameters.append(list(trace_ids))
+    if conditions and not any(parameters):
+        return
+    where = f"WHERE {' OR '.join(conditions)}" if conditions else ""
+    columns = ", ".join((*_PLAIN, *_JSON))
+    order = "trace_id NULLS LAST, if(time_ns = 0, observed_ns, time_ns), rowid"
+    with database.snapshot() as con:
+        result = con.execute(f"SELECT {columns} FROM logs {where} ORDER BY {order}", parameters)
+        while chunk := result.fetchmany(READ_ROWS):
+            for values in chunk:
+                yield _record(dict(zip((*_PLAIN, *_JSON), values, strict=True)))
+
+
+def _has_table(database: Database) -> bool:
+    """Whether the file is of a spangrad that kept logs; one opened for reading is not migrated."""
+    with database.snapshot() as con:
+        return bool(con.execute("SELECT 1 FROM duckdb_tables() WHERE table_name = 'logs'").fetchall())
+
+
+def _row(record: LogRecord, author: RewardAuthor) -> dict[str, Any]:
+    row = {name: getattr(record, name) for name in _PLAIN}
+    row |= {name: encode_json(getattr(record, name)) for name in _JSON}
+    who = [str(author)] if event_name(record) == REWARD_EVENT else []
+    content = json.dumps([*row.values(), *who], ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return row | {"log_id": blake2b(content, digest_size=16).hexdigest(), "author": str(author)}
+
+
+def _record(row: Mapping[str, Any]) -> LogRecord:
+    return LogRecord(**{**row, **{name: decode_json(row[name]) for name in _JSON}})
