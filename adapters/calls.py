@@ -1,4 +1,4 @@
-"""Spans -> ModelCalls: one per call, however many spans tell of it.
+"""Spans and their log records -> ModelCalls: one per call, however many spans tell of it.
 
 Finds the call spans, reads each in its dialect, merges the accounts of one call,
 grades the result. It does not know tokens' meaning, trees or credit.
@@ -16,18 +16,19 @@ from typing import Any
 
 from spangrad.adapters.dialects import DIALECTS, NO_DIALECT, recognise
 from spangrad.adapters.grading import grade
+from spangrad.adapters.log_events import with_logs
 from spangrad.adapters.merging import cluster, mark_repeated, merge
 from spangrad.adapters.model_call import ModelCall
 from spangrad.adapters.purpose import purpose_of
 from spangrad.adapters.reading import Reading, text, whole_number
 from spangrad.store.base import Store
-from spangrad.store.records import Span
+from spangrad.store.records import LogRecord, Span
 from spangrad.tracer import conventions as c
 
 
-def calls_from_spans(spans: Iterable[Span]) -> list[ModelCall]:
-    """Every model call that the spans tell of, graded, ordered by start time."""
-    by_id = {(span.trace_id, span.span_id): span for span in spans}
+def calls_from_spans(spans: Iterable[Span], records: Iterable[LogRecord] = ()) -> list[ModelCall]:
+    """Every model call that the spans and their log records tell of, graded, ordered by start time."""
+    by_id = {(span.trace_id, span.span_id): span for span in with_logs(spans, records)}
     readings = [_with_context(_read(span), by_id) for span in by_id.values() if _is_readable(span)]
     parents = {key: span.parent_span_id for key, span in by_id.items()}
     groups = cluster(readings, parents)
@@ -41,7 +42,7 @@ def calls_of(store: Store, rollout_ids: Sequence[str] | None = None) -> list[Mod
 
     The store says which attempt is current. A span that names no attempt belongs to attempt 0.
     """
-    calls = calls_from_spans(store.spans(rollout_ids))
+    calls = calls_from_spans(store.spans(rollout_ids), store.logs(rollout_ids))
     named = list({call.rollout_id for call in calls if call.rollout_id is not None})
     found = store.rollouts(rollout_ids=named) if named else ()
     current: dict[str | None, int] = {rollout.rollout_id: rollout.attempt for rollout in found}

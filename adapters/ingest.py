@@ -2,12 +2,12 @@
 
 Streams: messages are put into the store in small batches, and afterwards the calls
 of every trace that was touched are read back and graded, because the spans of a call
-may be spread over lines and files.
+and their log records may be spread over lines and files.
 
 Invariants:
 * a broken line is counted with its number and never stops the rest;
-* nothing is left out in silence: calls in an unknown dialect, messages of other
-  signals and unusable calls are counted;
+* nothing is left out in silence: calls in an unknown dialect, log records without a
+  span, messages of other signals and unusable calls are counted;
 * ingesting a file twice stores it once.
 """
 
@@ -17,17 +17,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 
 from spangrad.adapters.calls import calls_from_spans, record_calls
 from spangrad.adapters.dialects import NO_DIALECT, recognise
 from spangrad.adapters.grading import reason_kind
+from spangrad.adapters.intake import Intake
 from spangrad.adapters.model_call import Purpose
 from spangrad.adapters.otlp_files import Broken, Skipped, messages
 from spangrad.store.base import Store
 
-BATCH_SPANS: Final = 1000
-BATCH_BYTES: Final = 4 * 2**20
 TRACES_AT_ONCE: Final = 200
 
 Progress = Callable[[int, int], None]
@@ -40,10 +39,16 @@ class IngestReport:
 
     files: int = 0
     messages: int = 0
-    """Export requests with spans."""
+    """Export requests with spans or log records."""
     spans: int = 0
     new_spans: int = 0
     """Spans that the store did not have."""
+    logs: int = 0
+    """Log records: recorders keep messages and evaluations there."""
+    new_logs: int = 0
+    """Log records that the store did not have."""
+    unclaimed_logs: int = 0
+    """Log records of the traces that were touched, and of none, that no span in the store claims."""
     traces: int = 0
     calls: int = 0
     """Model calls in these traces, those in an unknown dialect not included."""
@@ -57,7 +62,7 @@ class IngestReport:
     by_reason: Mapping[str, int] = field(default_factory=dict)
     """Calls by what keeps them from a better grade; a call may have several reasons."""
     skipped: Mapping[str, int] = field(default_factory=dict)
-    """Messages of other signals: `logs`, `metrics`."""
+    """Messages of other signals: `metrics`, `profiles`."""
     broken: Sequence[Broken] = ()
     broken_files: int = 0
     """Files of which no message could be read."""
@@ -68,7 +73,7 @@ class IngestReport:
 
 
 def ingest(paths: Sequence[str | Path], store: Store, progress: Progress | None = None) -> IngestReport:
-    """Put the spans of OTLP files into a store; of a folder, all files below it.
+    """Put the spans and log records of OTLP files into a store; of a folder, all files below it.
 
     Raises:
         DialectError: A file can't be opened.
@@ -76,10 +81,9 @@ def ingest(paths: Sequence[str | Path], store: Store, progress: Progress | None 
     """
     files = [file for path in map(Path, paths) for file in (_files_below(path) if path.is_dir() else [path])]
     report = IngestReport(files=len(files))
-    traces: dict[str, None] = {}
     broken: list[Broken] = []
     skipped: Counter[str] = Counter()
-    batch = _Batch(store)
+    intake = Intake(store)
     total = sum(file.stat().st_size for file in files if file.is_file())
     before = 0
     for path in files:
@@ -90,17 +94,22 @@ def ingest(paths: Sequence[str | Path], store: Store, progress: Progress | None 
                 broken.append(message)
             elif isinstance(message, Skipped):
                 skipped[message.signal] += 1
+            elif isinstance(message, ExportLogsServiceRequest):
+                report.messages += 1
+                intake.add_logs(message)
             else:
                 report.messages += 1
-                report.spans += batch.add(message, traces)
+                intake.add_spans(message)
             if progress is not None:
                 progress(before + position, total)
         report.broken_files += len(broken) > broken_before and not good
         before += position
-    batch.flush()
-    report.new_spans, report.traces, report.by_scope = batch.new_spans, len(traces), dict(batch.by_scope)
+    intake.flush()
+    report.spans, report.new_spans = intake.spans, intake.new_spans
+    report.logs, report.new_logs, report.unclaimed_logs = intake.logs, intake.new_logs, intake.lone_logs
+    report.traces, report.by_scope = len(intake.traces), dict(intake.by_scope)
     report.broken, report.skipped = tuple(broken), dict(skipped)
-    _grade(store, list(traces), report)
+    _grade(store, list(intake.traces | intake.logged_traces), report)
     return report
 
 
@@ -108,46 +117,17 @@ def _files_below(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-class _Batch:
-    """Collects requests, so that the store commits a batch and not every line."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._request = ExportTraceServiceRequest()
-        self._spans = self._bytes = 0
-        self.new_spans = 0
-        self.by_scope: Counter[str] = Counter()
-
-    def add(self, request: ExportTraceServiceRequest, traces: dict[str, None]) -> int:
-        """Add a request and the ids of its traces. Returns how many spans it has."""
-        scopes = [scope for resource in request.resource_spans for scope in resource.scope_spans]
-        spans = [span for scope in scopes for span in scope.spans]
-        for scope in scopes:
-            self.by_scope[scope.scope.name] += len(scope.spans)
-        traces.update((span.trace_id.hex(), None) for span in spans)
-        self._request.MergeFrom(request)
-        self._spans += len(spans)
-        self._bytes += request.ByteSize()
-        if self._spans >= BATCH_SPANS or self._bytes >= BATCH_BYTES:
-            self.flush()
-        return len(spans)
-
-    def flush(self) -> None:
-        """Put what was collected into the store."""
-        if self._spans:
-            self.new_spans += self._store.put_otlp(self._request.SerializeToString())
-        self._request = ExportTraceServiceRequest()
-        self._spans = self._bytes = 0
-
-
 def _grade(store: Store, traces: Sequence[str], report: IngestReport) -> None:
     dialects: Counter[str] = Counter()
     grades: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     for start in range(0, len(traces), TRACES_AT_ONCE):
-        spans = list(store.spans(trace_ids=traces[start : start + TRACES_AT_ONCE]))
+        chunk = traces[start : start + TRACES_AT_ONCE]
+        spans, records = list(store.spans(trace_ids=chunk)), list(store.logs(trace_ids=chunk))
+        known = {(span.trace_id, span.span_id) for span in spans}
+        report.unclaimed_logs += sum((log.trace_id, log.span_id) not in known for log in records)
         dialects[NO_DIALECT] += sum(recognise(span) == NO_DIALECT for span in spans)
-        calls = calls_from_spans(spans)
+        calls = calls_from_spans(spans, records)
         record_calls(store, calls)
         sampled = [call for call in calls if call.purpose is not Purpose.EMBEDDING]
         report.embeddings += len(calls) - len(sampled)

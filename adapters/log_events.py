@@ -9,12 +9,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
-from spangrad.store.records import LogRecord, Span, SpanEvent
+from spangrad.store.records import LogRecord, Span, SpanEvent, event_name
 
 BODY: Final = "body"
 """Attribute of such an event that holds the record's body."""
-EVENT_NAME: Final = "event.name"
-"""Where recorders before OTLP 1.5 put the name of a record."""
 
 
 def with_logs(spans: Iterable[Span], records: Iterable[LogRecord]) -> list[Span]:
@@ -34,9 +32,8 @@ def _with(span: Span, records: list[LogRecord] | None) -> Span:
 
 
 def _event(record: LogRecord) -> SpanEvent:
-    name = record.event_name or record.attributes.get(EVENT_NAME)
     return SpanEvent(
-        name=name if isinstance(name, str) else "",
+        name=event_name(record),
         time_ns=record.time_ns or record.observed_ns,
         attributes={**record.attributes, BODY: record.body},
         dropped_attributes=record.dropped_attributes,

@@ -114,6 +114,12 @@ class LogRecord:
     dropped_attributes: int = 0
 
 
+def event_name(record: LogRecord) -> str:
+    """The name of the event that a record is; empty if it is none. Before OTLP 1.5 it was an attribute."""
+    name = record.event_name or record.attributes.get("event.name")
+    return name if isinstance(name, str) else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One run of an agent on one task."""

@@ -13,15 +13,13 @@ from typing import Any, Final
 import duckdb
 
 from spangrad.store.encoding import decode_json, encode_json
-from spangrad.store.records import LogRecord, RewardAuthor
+from spangrad.store.records import LogRecord, RewardAuthor, event_name
 from spangrad.store.schema import LOGS
 from spangrad.store.tables.database import Database
 from spangrad.store.tables.rows import insert_rows
 from spangrad.tracer.conventions import REWARD_EVENT
 
 READ_ROWS: Final = 1000
-EVENT_NAME: Final = "event.name"
-"""Attribute that names the event in records of before OTLP 1.5."""
 _JSON: Final = ("body", "attributes", "scope_attributes", "resource")
 _PLAIN: Final = (
     *("trace_id", "span_id", "time_ns", "observed_ns", "event_name", "severity_number", "severity_text"),
@@ -42,12 +40,6 @@ def insert_logs(
         del by_id[known]
     insert_rows(con, LOGS, [row for row, _ in by_id.values()])
     return [record for _, record in by_id.values()]
-
-
-def event_name(record: LogRecord) -> str:
-    """The name of the event that a record is; empty if it is none."""
-    name = record.event_name or record.attributes.get(EVENT_NAME)
-    return name if isinstance(name, str) else ""
 
 
 def read_logs(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from spangrad.errors import ConfigError
-from spangrad.store.records import Rollout, RolloutStatus, Span
+from spangrad.store.records import LogRecord, Rollout, RolloutStatus, Span
 from spangrad.tracer import conventions as c
 
 if TYPE_CHECKING:
@@ -77,6 +77,9 @@ class _TracesAsRollouts:
                 yield dataclasses.replace(span, attributes=named, rollout_id=span.trace_id)
             else:
                 yield span
+
+    def logs(self, rollout_ids: Sequence[str]) -> Iterable[LogRecord]:
+        return self._store.logs(trace_ids=rollout_ids)
 
     def rollouts(self, *, rollout_ids: Sequence[str]) -> Iterable[Rollout]:
         return ()

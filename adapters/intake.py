@@ -1,0 +1,80 @@
+"""Batches on their way into a store: spans and log records, many to a commit.
+
+Knows sizes of batches and which traces were touched; knows no files and no formats.
+"""
+
+from collections import Counter
+from typing import Final
+
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from spangrad.store.base import Store
+
+BATCH_SPANS: Final = 1000
+BATCH_BYTES: Final = 4 * 2**20
+
+
+class Intake:
+    """Collects requests, so that the store commits a batch and not every line."""
+
+    def __init__(self, store: Store) -> None:
+        """Nothing is stored before a batch is full, or `flush`."""
+        self._store = store
+        self._spans = ExportTraceServiceRequest()
+        self._logs = ExportLogsServiceRequest()
+        self._waiting_spans = self._waiting_logs = 0
+        self._span_bytes = self._log_bytes = 0
+        self.spans = self.new_spans = 0
+        self.logs = self.new_logs = self.lone_logs = 0
+        """`lone_logs`: records that name no trace."""
+        self.by_scope: Counter[str] = Counter()
+        self.traces: dict[str, None] = {}
+        """Traces of which there was a span, in order."""
+        self.logged_traces: dict[str, None] = {}
+        """Traces of which there was a log record."""
+
+    def add_spans(self, request: ExportTraceServiceRequest) -> None:
+        """Take in the spans of a request."""
+        scopes = [scope for resource in request.resource_spans for scope in resource.scope_spans]
+        spans = [span for scope in scopes for span in scope.spans]
+        for scope in scopes:
+            self.by_scope[scope.scope.name] += len(scope.spans)
+        self.traces.update((span.trace_id.hex(), None) for span in spans)
+        self.spans += len(spans)
+        self._spans.MergeFrom(request)
+        self._waiting_spans += len(spans)
+        self._span_bytes += request.ByteSize()
+        if self._waiting_spans >= BATCH_SPANS or self._span_bytes >= BATCH_BYTES:
+            self._flush_spans()
+
+    def add_logs(self, request: ExportLogsServiceRequest) -> None:
+        """Take in the log records of a request."""
+        scopes = [scope for resource in request.resource_logs for scope in resource.scope_logs]
+        records = [record for scope in scopes for record in scope.log_records]
+        named = [record.trace_id.hex() for record in records if any(record.trace_id)]
+        self.logged_traces.update((trace_id, None) for trace_id in named)
+        self.logs += len(records)
+        self.lone_logs += len(records) - len(named)
+        self._logs.MergeFrom(request)
+        self._waiting_logs += len(records)
+        self._log_bytes += request.ByteSize()
+        if self._waiting_logs >= BATCH_SPANS or self._log_bytes >= BATCH_BYTES:
+            self._flush_logs()
+
+    def flush(self) -> None:
+        """Put what was collected into the store."""
+        self._flush_spans()
+        self._flush_logs()
+
+    def _flush_spans(self) -> None:
+        if self._waiting_spans:
+            self.new_spans += self._store.put_otlp(self._spans.SerializeToString())
+        self._spans = ExportTraceServiceRequest()
+        self._waiting_spans = self._span_bytes = 0
+
+    def _flush_logs(self) -> None:
+        if self._waiting_logs:
+            self.new_logs += self._store.put_logs(self._logs.SerializeToString())
+        self._logs = ExportLogsServiceRequest()
+        self._waiting_logs = self._log_bytes = 0

@@ -1,0 +1,111 @@
+"""Log records of trace files: stored beside spans, handed to readers, counted where nobody claims them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+from spangrad.adapters.calls import calls_from_spans, calls_of
+from spangrad.adapters.ingest import ingest
+from spangrad.adapters.log_events import BODY, with_logs
+from spangrad.store.file_store import FileStore
+from spangrad.store.otlp import decode_logs, encode_logs, json_logs_to_protobuf, json_to_protobuf
+from spangrad.store.records import LogRecord
+from tests.adapters.captured import FIXTURES, captured
+
+LEGACY = FIXTURES / "openai_v2_legacy" / "multi_turn.otlp.jsonl"
+COLLECTOR = FIXTURES / "exports" / "otel_collector"
+
+
+@pytest.fixture
+def store(tmp_path):
+    with FileStore(tmp_path / "store.duckdb") as opened:
+        yield opened
+
+
+def logs_in(path: Path) -> list[LogRecord]:
+    lines = [line for line in path.read_bytes().splitlines() if b'"resourceLogs"' in line]
+    return [record for line in lines for record in decode_logs(json_logs_to_protobuf(line))]
+
+
+def test_spans_and_records_of_a_file_are_all_stored_and_once(store):
+    told = logs_in(LEGACY)
+    report = ingest([LEGACY], store)
+    assert (report.logs, report.new_logs, report.unclaimed_logs) == (len(told), len(told), 0)
+    assert sorted(store.logs(), key=repr) == sorted(told, key=repr)
+    again = ingest([LEGACY], store)
+    assert (again.logs, again.new_logs) == (len(told), 0)
+
+
+def test_a_stored_call_is_read_with_its_records_as_the_file_told_them(store):
+    ingest([LEGACY], store)
+    told = with_logs(store.spans(), store.logs())
+    assert sorted(told, key=lambda s: s.start_ns) == sorted(
+        captured("openai_v2_legacy/multi_turn"), key=lambda s: s.start_ns
+    )
+    bodies = [event.attributes[BODY] for span in told for event in span.events]
+    assert any("picnic" in json.dumps(body) for body in bodies)
+
+
+def test_calls_of_a_store_are_those_of_the_file(store):
+    for folder in ("genai_openai_events", "openai_v2_legacy"):
+        ingest([FIXTURES / folder / "multi_turn.otlp.jsonl"], store)
+    told = [*captured("genai_openai_events/multi_turn"), *captured("openai_v2_legacy/multi_turn")]
+    assert calls_of(store) == calls_from_spans(told)
+    assert calls_from_spans(store.spans(), store.logs()) == calls_from_spans(told)
+
+
+@pytest.mark.parametrize("order", [("traces", "logs"), ("logs", "traces")])
+def test_content_in_a_file_of_its_own_is_joined_whichever_comes_first(store, order):
+    first, second = (COLLECTOR / f"content_on_events.{signal}.jsonl" for signal in order)
+    ingest([first], store)
+    report = ingest([second], store)
+    assert (report.calls, report.unclaimed_logs) == (4, 0)
+    assert len(list(store.logs())) == 4
+
+
+def test_records_that_no_span_claims_are_counted(store, tmp_path):
+    abandoned = FIXTURES / "openai_v2_legacy" / "stream_abandoned.otlp.jsonl"
+    lone = tmp_path / "lone.pb"
+    lone.write_bytes(encode_logs([LogRecord(None, None, 5, 5, "", body="started")]))
+    told = len(logs_in(abandoned))
+    shutil.copy(abandoned, tmp_path)
+    report = ingest([tmp_path / abandoned.name, lone], store)
+    claimed = {(span.trace_id, span.span_id) for span in store.spans()}
+    expected = sum((log.trace_id, log.span_id) not in claimed for log in store.logs())
+    assert report.logs == told + 1
+    assert report.unclaimed_logs == expected > 0
+
+
+def test_records_in_protobuf_are_told_from_spans(store, tmp_path):
+    lines = LEGACY.read_bytes().splitlines()
+    bodies = [
+        json_logs_to_protobuf(line) if b'"resourceLogs"' in line else json_to_protobuf(line) for line in lines
+    ]
+    file = tmp_path / "mixed.pb"
+    file.write_bytes(b"".join(len(body).to_bytes(4, "big") + body for body in bodies))
+    report = ingest([file], store)
+    assert (report.logs, report.spans, report.broken) == (len(logs_in(LEGACY)), 4, ())
+
+
+def test_metrics_in_protobuf_are_neither(store, tmp_path):
+    request = ExportMetricsServiceRequest()
+    metric = (
+        request.resource_metrics.add().scope_metrics.add().metrics.add(name="n", description="d", unit="s")
+    )
+    metric.gauge.data_points.add(time_unix_nano=1, as_int=3)
+    file = tmp_path / "metrics.pb"
+    file.write_bytes(request.SerializeToString())
+    report = ingest([file], store)
+    assert (report.logs, report.spans, len(report.broken)) == (0, 0, 1)
+
+
+def test_a_broken_line_of_logs_costs_no_other(store, tmp_path):
+    lines = LEGACY.read_text().splitlines()
+    file = tmp_path / "logs.jsonl"
+    file.write_text("\n".join([*lines, '{"resourceLogs": [{"scopeLogs": 3}]}', '{"resourceLogs": [']))
+    report = ingest([file], store)
+    assert [broken.line for broken in report.broken] == [len(lines) + 1, len(lines) + 2]
+    assert report.logs == len(logs_in(LEGACY))
