@@ -25,6 +25,7 @@ from spangrad.adapters.grading import reason_kind
 from spangrad.adapters.intake import Intake
 from spangrad.adapters.model_call import Purpose
 from spangrad.adapters.otlp_files import Broken, Skipped, messages
+from spangrad.adapters.sessions import Rule, join_sessions
 from spangrad.store.base import Store
 
 TRACES_AT_ONCE: Final = 200
@@ -61,6 +62,8 @@ class IngestReport:
     by_grade: Mapping[str, int] = field(default_factory=dict)
     by_reason: Mapping[str, int] = field(default_factory=dict)
     """Calls by what keeps them from a better grade; a call may have several reasons."""
+    joined_by: Mapping[str, int] = field(default_factory=dict)
+    """Traces that go on from another one and are one rollout with it, by the rule that says so."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Messages of other signals: `metrics`, `profiles`."""
     broken: Sequence[Broken] = ()
@@ -121,6 +124,7 @@ def _grade(store: Store, traces: Sequence[str], report: IngestReport) -> None:
     dialects: Counter[str] = Counter()
     grades: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
+    joined: Counter[Rule] = Counter()
     for start in range(0, len(traces), TRACES_AT_ONCE):
         chunk = traces[start : start + TRACES_AT_ONCE]
         spans, records = list(store.spans(trace_ids=chunk)), list(store.logs(trace_ids=chunk))
@@ -129,6 +133,7 @@ def _grade(store: Store, traces: Sequence[str], report: IngestReport) -> None:
         dialects[NO_DIALECT] += sum(recognise(span) == NO_DIALECT for span in spans)
         calls = calls_from_spans(spans, records)
         record_calls(store, calls)
+        joined += join_sessions(store, calls)
         sampled = [call for call in calls if call.purpose is not Purpose.EMBEDDING]
         report.embeddings += len(calls) - len(sampled)
         for call in sampled:
@@ -136,5 +141,6 @@ def _grade(store: Store, traces: Sequence[str], report: IngestReport) -> None:
             grades[str(call.grade)] += 1
             reasons.update({reason_kind(reason) for reason in call.grade_reasons})
     report.calls = grades.total()
+    report.joined_by = {str(rule): count for rule, count in joined.items()}
     report.by_dialect = {name: count for name, count in dialects.items() if count}
     report.by_grade, report.by_reason = dict(grades), dict(reasons.most_common())

@@ -2,30 +2,33 @@
 
 A raw client writes a trace of one span for every call; a chat writes a trace for every
 turn. Their calls are joined where one shows that it goes on from another. Knows calls'
-messages and ids; does not know dialects, stores or token ids.
+messages and ids; does not know dialects or token ids.
 
 Invariants:
-* calls that name a rollout are left alone, and nothing is joined to them;
+* calls whose recorder names a rollout are left alone, and nothing is joined to them;
 * the calls of one trace stay together: nothing here splits;
 * a call goes on only from calls that had ended when it began;
 * every joining has a named rule and is counted: none of them is proof.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 from typing import Any, Final
 
 from spangrad.adapters.model_call import ModelCall
+from spangrad.store.base import Store
 
 PREFIXES_KEPT: Final = 8
 """How many of its earlier replies a call is looked up by, the last first."""
 CANDIDATES: Final = 64
 """How many calls with the very same messages and reply are looked through, the latest first."""
+_TRACE_ID: Final = re.compile("[0-9a-f]{32}")
 UNIQUE_ID_LENGTH: Final = 8
 """Tool-call ids that are shorter are counters (`call_0`) and join nothing."""
 
@@ -104,6 +107,30 @@ def keys_of(call: ModelCall) -> CallKeys:
         tool_calls_made=tuple(i for choice in call.choices for i in _tool_call_ids(choice.message)),
         tool_calls_answered=tuple(answered),
     )
+
+
+def join_sessions(store: Store, calls: Sequence[ModelCall]) -> Counter[Rule]:
+    """Give a rollout to every call that names none, together with what the store has of it already.
+
+    Returns how many joinings each rule made, those of earlier times included where the calls touch them.
+    """
+    rows = [asdict(keys_of(call)) for call in calls if _names_no_rollout(call)]
+    if not rows:
+        return Counter()
+    store.put_call_keys(rows)
+    related = store.related_call_keys(rows)
+    further = store.related_call_keys(related) if related else []  # what else goes on from the same
+    by_id = {row["call_id"]: CallKeys(**row) for row in (*further, *related, *rows)}
+    found = sessions(by_id.values())
+    touched = {row["trace_id"] for row in rows}
+    groups = [session for session in found if touched.intersection(session.trace_ids)]
+    store.join_traces([session.trace_ids for session in groups])
+    return sum((session.joined_by for session in groups), Counter())
+
+
+def _names_no_rollout(call: ModelCall) -> bool:
+    """A rollout that was found here is named by a trace; a recorder's own name is no such id."""
+    return call.rollout_id is None or _TRACE_ID.fullmatch(call.rollout_id) is not None
 
 
 def sessions(calls: Iterable[CallKeys]) -> list[Session]:

@@ -108,6 +108,22 @@ class Store(Protocol):
         """Store summaries of calls: columns of the table `calls`; a later one replaces an earlier one."""
         ...
 
+    def join_traces(self, groups: Sequence[Sequence[str]]) -> int:
+        """Make the traces of each group one rollout, with all that they were joined to before.
+
+        For traces of which no span names a rollout. The rollout's id is its earliest trace's. Returns how
+        many traces were given to a rollout, or moved to another one.
+        """
+        ...
+
+    def put_call_keys(self, rows: Sequence[Mapping[str, Any]]) -> int:
+        """Store what later calls can be joined by: columns of the table `call_keys`."""
+        ...
+
+    def related_call_keys(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Keys of stored calls that may go on from the given ones, or the given from them."""
+        ...
+
     def put_metrics(self, run_id: str, update_index: int, metrics: Mapping[str, float]) -> None:
         """Add numbers to a committed update, those of its publish, say; a known name is replaced."""
         ...

@@ -219,6 +219,22 @@ class HubClient:
         """Store summaries of model calls: columns of the table `calls`, replaced by `call_id`."""
         return int(self._call("put_calls", {"rows": [dict(row) for row in rows]}))
 
+    def join_traces(self, groups: Sequence[Sequence[str]]) -> int:
+        """Make the traces of each group one rollout, with all that they were joined to before.
+
+        Returns how many traces were given to a rollout, or moved to another one.
+        """
+        return int(self._call("join_traces", {"groups": [list(group) for group in groups]}))
+
+    def put_call_keys(self, rows: Sequence[Mapping[str, Any]]) -> int:
+        """Store what later calls can be joined by: columns of the table `call_keys`."""
+        return int(self._call("put_call_keys", {"rows": [dict(row) for row in rows]}))
+
+    def related_call_keys(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Keys of stored calls that may go on from the given ones, or the given from them."""
+        found: list[dict[str, Any]] = self._call("related_call_keys", {"rows": [dict(row) for row in rows]})
+        return found
+
     def query(
         self,
         sql: str,

@@ -25,7 +25,7 @@ from spangrad.store.records import (
     Update,
 )
 from spangrad.store.schema import TABLES
-from spangrad.store.tables import ledger, queue
+from spangrad.store.tables import ledger, queue, sessions
 from spangrad.store.tables.database import OUTAGES, Database, store_error
 from spangrad.store.tables.logs import insert_logs, read_logs
 from spangrad.store.tables.query import ROW_LIMIT, TIMEOUT_S, run_query
@@ -301,6 +301,27 @@ class FileStore:
         """Store summaries of model calls: columns of the table `calls`, replaced by `call_id`."""
         with self._database.transaction() as con:
             return ledger.put_calls(con, rows)
+
+    # sessions
+
+    def join_traces(self, groups: Sequence[Sequence[str]]) -> int:
+        """Make the traces of each group one rollout, with all that they were joined to before.
+
+        For traces of which no span names a rollout. The rollout's id is its earliest trace's. Returns how
+        many traces were given to a rollout, or moved to another one.
+        """
+        with self._database.transaction() as con:
+            return sessions.join_traces(con, groups)
+
+    def put_call_keys(self, rows: Sequence[Mapping[str, Any]]) -> int:
+        """Store what later calls can be joined by: columns of the table `call_keys`."""
+        with self._database.transaction() as con:
+            return sessions.put_call_keys(con, rows)
+
+    def related_call_keys(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Keys of stored calls that may go on from the given ones, or the given from them."""
+        with self._database.snapshot() as con:
+            return sessions.related_call_keys(con, rows)
 
     # questions
 

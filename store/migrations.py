@@ -30,10 +30,25 @@ def m003_logs(con: duckdb.DuckDBPyConnection) -> None:
     con.execute(_LOGS)
 
 
+def m004_sessions(con: duckdb.DuckDBPyConnection) -> None:
+    """Traces that are one rollout, and what is needed to find them."""
+    con.execute(
+        "CREATE TABLE sessions "
+        "(trace_id VARCHAR NOT NULL, rollout_id VARCHAR NOT NULL, PRIMARY KEY (trace_id))"
+    )
+    con.execute(
+        "CREATE TABLE call_keys (call_id VARCHAR NOT NULL, trace_id VARCHAR NOT NULL, "
+        "start_ns UBIGINT NOT NULL, end_ns UBIGINT NOT NULL, conversation_id VARCHAR, response_id VARCHAR, "
+        "previous_response_id VARCHAR, reply_keys VARCHAR[] NOT NULL, prefix_keys VARCHAR[] NOT NULL, "
+        "tool_calls_made VARCHAR[] NOT NULL, tool_calls_answered VARCHAR[] NOT NULL, PRIMARY KEY (call_id))"
+    )
+
+
 MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m001_initial,
     m002_place_of_calls,
     m003_logs,
+    m004_sessions,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

@@ -94,6 +94,18 @@ def _put_calls(store: FileStore, arguments: Arguments, role: Role) -> int:
     return store.put_calls(**arguments)
 
 
+def _join_traces(store: FileStore, arguments: Arguments, role: Role) -> int:
+    return store.join_traces(**arguments)
+
+
+def _put_call_keys(store: FileStore, arguments: Arguments, role: Role) -> int:
+    return store.put_call_keys(**arguments)
+
+
+def _related_call_keys(store: FileStore, arguments: Arguments, role: Role) -> list[dict[str, Any]]:
+    return store.related_call_keys(**arguments)
+
+
 def _query(store: FileStore, arguments: Arguments, role: Role) -> list[dict[str, Any]]:
     return store.query(**arguments)
 
@@ -113,13 +125,16 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     "enqueue": Operation(Role.TRAINER, _enqueue),
     "finish": Operation(Role.EVALUATOR, _finish),
     "heartbeat": Operation(Role.EVALUATOR, _heartbeat),
+    "join_traces": Operation(Role.TRAINER, _join_traces),
     "last_update": Operation(Role.EVALUATOR, _last_update),
     "policies": Operation(Role.EVALUATOR, _policies),
     "put_metrics": Operation(Role.TRAINER, _put_metrics),
+    "put_call_keys": Operation(Role.TRAINER, _put_call_keys),
     "put_calls": Operation(Role.TRAINER, _put_calls),
     "put_policy": Operation(Role.TRAINER, _put_policy),
     "put_rewards": Operation(Role.EVALUATOR, _put_rewards),
     "query": Operation(Role.EVALUATOR, _query),
+    "related_call_keys": Operation(Role.EVALUATOR, _related_call_keys),
     "requeue": Operation(Role.TRAINER, _requeue),
     "rewards": Operation(Role.EVALUATOR, _rewards),
     "rollouts": Operation(Role.EVALUATOR, _rollouts),

@@ -158,6 +158,35 @@ CALLS = Table(
     key=("call_id",),
 )
 
+SESSIONS = Table(
+    "sessions",
+    "Traces of which no span names a rollout, and the rollout that they were found to be of.",
+    (
+        Column("trace_id", "VARCHAR", "the trace"),
+        Column("rollout_id", "VARCHAR", "trace id of the rollout's earliest trace"),
+    ),
+    key=("trace_id",),
+)
+
+CALL_KEYS = Table(
+    "call_keys",
+    "What of a call is needed to find what it goes on from, where no rollout is named.",
+    (
+        Column("call_id", "VARCHAR", "the call"),
+        Column("trace_id", "VARCHAR", "its trace"),
+        Column("start_ns", "UBIGINT", "Unix time, ns"),
+        Column("end_ns", "UBIGINT", "Unix time, ns"),
+        Column("conversation_id", "VARCHAR", "session, thread or conversation that the recorder names", True),
+        Column("response_id", "VARCHAR", "id of the response", True),
+        Column("previous_response_id", "VARCHAR", "id of the response that it goes on from", True),
+        Column("reply_keys", "VARCHAR[]", "hash of messages and reply, one a choice"),
+        Column("prefix_keys", "VARCHAR[]", "hashes of the messages up to its last assistant messages"),
+        Column("tool_calls_made", "VARCHAR[]", "ids of the tool calls in its reply"),
+        Column("tool_calls_answered", "VARCHAR[]", "ids of the tool calls whose results it shows"),
+    ),
+    key=("call_id",),
+)
+
 TASKS = Table(
     "tasks",
     "What agents are asked; the rollouts of a group share one row.",
@@ -275,6 +304,8 @@ TABLES = (
     MESSAGES,
     LOGS,
     CALLS,
+    SESSIONS,
+    CALL_KEYS,
     TASKS,
     ROLLOUTS,
     REWARDS,

@@ -184,21 +184,30 @@ def _rewards_of(
     return found
 
 
+_SPANS = """
+SELECT s.* REPLACE (coalesce(s.rollout_id, n.rollout_id) AS rollout_id)
+FROM spans s LEFT JOIN sessions n ON n.trace_id = s.trace_id
+"""
+"""A rollout that a span names, or was found above it, wins over the session that its trace is in."""
+_OF_ROLLOUTS_OR_TRACES = """
+WHERE s.rollout_id IN (SELECT unnest($rollouts)) OR s.trace_id IN (SELECT unnest($traces))
+  OR (s.rollout_id IS NULL AND s.trace_id IN
+      (SELECT trace_id FROM sessions WHERE rollout_id IN (SELECT unnest($rollouts))))
+"""
+
+
 def read_spans(
     database: Database, rollout_ids: Sequence[str] | None, trace_ids: Sequence[str] | None
 ) -> Iterator[Span]:
     """Spans of these rollouts or traces (all without), ordered by (trace, start time)."""
-    where, parameters = "", []
+    where, parameters = "", {}
     if rollout_ids is not None or trace_ids is not None:
-        where = "WHERE rollout_id IN (SELECT unnest(?)) OR trace_id IN (SELECT unnest(?))"
-        parameters = [list(rollout_ids or ()), list(trace_ids or ())]
-        if trace_ids is None or rollout_ids is None:
-            name, values = ("trace_id", trace_ids) if rollout_ids is None else ("rollout_id", rollout_ids)
-            where, parameters = f"WHERE {name} IN (SELECT unnest(?))", [list(values or ())]
-        if not any(parameters):
+        if not (rollout_ids or trace_ids):
             return
+        where = _OF_ROLLOUTS_OR_TRACES
+        parameters = {"rollouts": list(rollout_ids or ()), "traces": list(trace_ids or ())}
     with database.snapshot() as con, database.snapshot() as look_up:
-        result = con.execute(f"SELECT * FROM spans {where} ORDER BY trace_id, start_ns, span_id", parameters)
+        result = con.execute(f"{_SPANS} {where} ORDER BY s.trace_id, s.start_ns, s.span_id", parameters)
         names = [column[0] for column in result.description or ()]
         while chunk := result.fetchmany(READ_ROWS):
             rows: list[Row] = [dict(zip(names, values, strict=True)) for values in chunk]

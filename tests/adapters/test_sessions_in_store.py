@@ -1,0 +1,88 @@
+"""Calls that name no rollout get one in a real store, in whatever pieces they arrive."""
+
+import json
+
+import pytest
+
+from spangrad.adapters.calls import calls_of
+from spangrad.adapters.ingest import ingest
+from spangrad.adapters.sessions import Rule
+from spangrad.store.file_store import FileStore
+from spangrad.store.records import Reward, RolloutStatus
+from tests.adapters.captured import FIXTURES
+
+MULTI_TURN = FIXTURES / "genai_openai" / "multi_turn.otlp.jsonl"
+
+
+@pytest.fixture
+def store(tmp_path):
+    with FileStore(tmp_path / "store.duckdb") as opened:
+        yield opened
+
+
+def start_of(line):
+    return json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["startTimeUnixNano"]
+
+
+def pieces(tmp_path, order):
+    """The file's traces, each in a file of its own, in this order."""
+    lines = [line for line in MULTI_TURN.read_text().splitlines() if "resourceSpans" in line]
+    lines.sort(
+        key=lambda line: json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"][0][
+            "startTimeUnixNano"
+        ]
+    )
+    for number in order:
+        file = tmp_path / f"{number}.jsonl"
+        file.write_text(lines[number])
+        yield file
+
+
+def test_a_raw_clients_traces_become_one_rollout(store):
+    report = ingest([MULTI_TURN], store)
+    assert report.joined_by == {str(Rule.PREFIX): 3}
+    [rollout] = store.rollouts()
+    assert (rollout.split, rollout.status) == ("recorded", RolloutStatus.SUCCEEDED)
+    calls = calls_of(store, [rollout.rollout_id])
+    assert len(calls) == 4
+    assert rollout.rollout_id == calls[0].trace_id
+    assert {row["rollout_id"] for row in store.query("SELECT rollout_id FROM calls")} == {rollout.rollout_id}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)])
+def test_the_pieces_may_arrive_in_any_order(store, tmp_path, order):
+    for file in pieces(tmp_path, order):
+        ingest([file], store)
+    [rollout] = store.rollouts()
+    calls = calls_of(store, [rollout.rollout_id])
+    assert (len(calls), rollout.rollout_id) == (4, calls[0].trace_id)
+    assert (rollout.started_ns, rollout.ended_ns) == (calls[0].start_ns, calls[-1].end_ns)
+
+
+def test_a_reward_moves_with_its_rollout(store, tmp_path):
+    files = list(pieces(tmp_path, (1, 0, 2, 3)))
+    ingest(files[:1], store)
+    [before] = store.rollouts()
+    store.put_rewards([Reward(before.rollout_id, 1.0)])
+    ingest(files[1:], store)
+    [after] = store.rollouts()
+    assert before.rollout_id != after.rollout_id
+    assert [reward.rollout_id for reward in store.rewards()] == [after.rollout_id]
+
+
+def test_the_same_file_twice_changes_nothing(store):
+    ingest([MULTI_TURN], store)
+    before = (store.rollouts(), store.query("SELECT * FROM sessions ORDER BY trace_id"))
+    ingest([MULTI_TURN], store)
+    assert (store.rollouts(), store.query("SELECT * FROM sessions ORDER BY trace_id")) == before
+
+
+def test_a_rollout_that_a_span_names_is_left_alone(store, tmp_path):
+    text = MULTI_TURN.read_text()
+    mark = '{"key": "gen_ai.operation.name"'
+    named = tmp_path / "named.jsonl"
+    attribute = '{"key": "spangrad.rollout.id", "value": {"stringValue": "mine"}}, '
+    named.write_text(text.replace(mark, attribute + mark))
+    assert ingest([named], store).joined_by == {}
+    assert [rollout.rollout_id for rollout in store.rollouts()] == ["mine"]
+    assert store.query("SELECT count(*) AS n FROM sessions") == [{"n": 0}]
