@@ -12,6 +12,7 @@ import duckdb
 
 from spangrad.errors import SchemaVersionError
 from spangrad.store.schema import TABLES
+from spangrad.store.views import VIEWS
 
 
 def m001_initial(con: duckdb.DuckDBPyConnection) -> None:
@@ -98,6 +99,8 @@ def migrate(con: duckdb.DuckDBPyConnection, name: str) -> list[int]:
             if version == SCHEMA_VERSION:
                 for table in TABLES:
                     con.execute(";".join(table.comments()))
+                for view in VIEWS:
+                    con.execute(";".join(view.ddl()))
             con.execute(
                 "INSERT INTO schema_migrations VALUES (?, ?, ?)", [version, step.__name__, time.time_ns()]
             )

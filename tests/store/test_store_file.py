@@ -13,6 +13,7 @@ from spangrad.store import open_store
 from spangrad.store.file_store import FileStore
 from spangrad.store.migrations import MIGRATIONS, SCHEMA_VERSION, migrate
 from spangrad.store.schema import TABLES
+from spangrad.store.views import VIEWS
 from spangrad.tracer.spool import Spool
 from tests.store.building import conversation, new_trace, request
 from tests.waiting import wait_until
@@ -35,6 +36,8 @@ def test_migrations_lead_to_the_declared_schema() -> None:
         assert migrate(migrated, "m") == []
         for table in TABLES:
             declared.execute(";".join([*table.ddl(), *table.comments()]))
+        for view in VIEWS:
+            declared.execute(";".join(view.ddl()))
         assert described(migrated) == described(declared)
         applied = migrated.execute("SELECT version, name FROM schema_migrations ORDER BY version").fetchall()
     assert applied == [(i + 1, step.__name__) for i, step in enumerate(MIGRATIONS)]

@@ -1,0 +1,112 @@
+"""Views: the questions that are asked of a store again and again.
+
+Each is a SELECT over the tables of `schema.py`, with a doc that whoever opens the file
+sees. `migrations.py` makes them anew with every new schema; a change here needs one.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One view. `select` is what it stands for."""
+
+    name: str
+    doc: str
+    select: str
+
+    def ddl(self) -> list[str]:
+        """The statements that make it, over an older one of the name."""
+        doc = self.doc.replace("'", "''")
+        return [
+            f"CREATE OR REPLACE VIEW {self.name} AS {self.select}",
+            f"COMMENT ON VIEW {self.name} IS '{doc}'",
+        ]
+
+
+STEPS = View(
+    "steps",
+    "One model call of an agent, numbered from 0 in its rollout; calls of other purposes are left out.",
+    """
+    SELECT rollout_id, attempt,
+      row_number() OVER (PARTITION BY rollout_id, attempt ORDER BY start_ns, call_id) - 1 AS step,
+      step_name, call_id, trace_id, span_id, model, grade, finish_reason, prompt_tokens, sampled_tokens,
+      policy_version, state_key, make_timestamp_ns(start_ns::BIGINT) AS started,
+      (end_ns::DOUBLE - start_ns::DOUBLE) / 1e6 AS duration_ms
+    FROM calls WHERE purpose = 'agent'
+    """,
+)
+
+TOOLS = View(
+    "tools",
+    "One use of a tool, by whichever recorder: its name, and whether its span says that it failed.",
+    """
+    SELECT coalesce(s.rollout_id, n.rollout_id) AS rollout_id, s.attempt,
+      s.trace_id, s.span_id, s.parent_span_id,
+      coalesce(s.attributes->>'$."gen_ai.tool.name"', s.attributes->>'$."tool.name"', s.name) AS tool,
+      s.status_code = 2 AS failed, s.status_message AS error, s.attributes->>'$."error.type"' AS error_type,
+      make_timestamp_ns(s.start_ns::BIGINT) AS started,
+      (s.end_ns::DOUBLE - s.start_ns::DOUBLE) / 1e6 AS duration_ms
+    FROM spans s LEFT JOIN sessions n ON n.trace_id = s.trace_id
+    WHERE s.attributes->>'$."gen_ai.operation.name"' = 'execute_tool'
+      OR s.attributes->>'$."spangrad.span.role"' = 'tool'
+      OR s.attributes->>'$."openinference.span.kind"' = 'TOOL'
+      OR s.attributes->>'$."langfuse.observation.type"' = 'tool'
+      OR s.attributes->>'$."traceloop.span.kind"' = 'tool'
+      OR s.attributes->>'$."langsmith.span.kind"' = 'tool'
+      OR s.attributes->>'$."mlflow.spanType"' = '"TOOL"'
+    """,
+)
+
+TOOL_ERRORS = View(
+    "tool_errors", "Uses of tools whose spans say that they failed.", "SELECT * FROM tools WHERE failed"
+)
+
+LINEAGE = View(
+    "lineage",
+    "What each update trained on, down to the span: advantage, tokens, the version that sampled it.",
+    """
+    SELECT u.run_id, u.update_index, u.policy_version AS trained_version, x.rollout_id, x.attempt, x.call_id,
+      c.trace_id, c.span_id, c.step_name, x.advantage, x.trained_tokens, x.policy_version AS sampled_version,
+      x.staleness, u.checkpoint, make_timestamp_ns(u.time_ns) AS committed
+    FROM update_samples x JOIN updates u USING (run_id, update_index) LEFT JOIN calls c USING (call_id)
+    """,
+)
+
+OUTCOMES = View(
+    "outcomes",
+    "One rollout with the last trusted reward of each name, its calls and tokens.",
+    """
+    SELECT r.rollout_id, r.task_id, r.group_id, r.run_id, r.split, r.status, r.attempt, w.rewards,
+      coalesce(k.calls, 0) AS calls, k.sampled_tokens, k.worst_grade, r.error_type, r.error,
+      r.consumed_run, r.consumed_by, make_timestamp_ns(r.started_ns) AS started
+    FROM rollouts r
+    LEFT JOIN (
+      SELECT rollout_id, attempt, map_from_entries(list({'k': name, 'v': value} ORDER BY name)) AS rewards
+      FROM (
+        SELECT rollout_id, coalesce(attempt, 0) AS attempt, name,
+          arg_max(value, (time_ns, reward_id)) AS value
+        FROM rewards WHERE call_id IS NULL AND author <> 'agent' GROUP BY ALL)
+      GROUP BY ALL) w ON w.rollout_id = r.rollout_id AND w.attempt = r.attempt
+    LEFT JOIN (
+      SELECT rollout_id, attempt, count(*) AS calls, sum(sampled_tokens)::BIGINT AS sampled_tokens,
+        max_by(grade, list_position(['exact', 'ids', 'text', 'unusable'], grade)) AS worst_grade
+      FROM calls WHERE purpose = 'agent' GROUP BY ALL) k
+      ON k.rollout_id = r.rollout_id AND k.attempt = r.attempt
+    """,
+)
+
+GRADES = View(
+    "grades",
+    "How many calls of a dialect have a grade for a reason; a call with several reasons is in several rows.",
+    """
+    SELECT dialect, grade, reason, count(*) AS calls FROM (
+      SELECT dialect, grade, unnest(
+        CASE WHEN len(grade_reasons) = 0 THEN [NULL]
+        ELSE list_distinct(list_transform(grade_reasons, lambda x: split_part(x, ':', 1))) END) AS reason
+      FROM calls)
+    GROUP BY ALL
+    """,
+)
+
+VIEWS = (STEPS, TOOLS, TOOL_ERRORS, LINEAGE, OUTCOMES, GRADES)

@@ -1,0 +1,99 @@
+"""The views of a store, asked in a real file."""
+
+import pytest
+
+from spangrad.store.file_store import FileStore
+from spangrad.store.otlp import encode_request
+from spangrad.store.records import Reward, RewardAuthor, Rollout, Span, Update, UpdateSample
+from spangrad.store.views import VIEWS
+
+CALL = {
+    "attempt": 0,
+    "dialect": "d",
+    "grade": "text",
+    "grade_reasons": ["no token ids", "no token ids: choice 1"],
+    "purpose": "agent",
+    "start_ns": 1_000,
+    "end_ns": 3_000_000,
+}
+
+
+def call(name, **fields):
+    return {**CALL, "call_id": name, "rollout_id": "r", "trace_id": "1" * 32, "span_id": "2" * 16} | fields
+
+
+def tool(number, **fields):
+    attributes = fields.pop(
+        "attributes", {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "look"}
+    )
+    defaults = {"status_code": 0, "status_message": ""}
+    ids = ("1" * 32, f"{number:016x}")
+    return Span(*ids, None, "t", 1, 1, 2, scope="s", attributes=attributes, **(defaults | fields))
+
+
+@pytest.fixture
+def store(tmp_path):
+    with FileStore(tmp_path / "store.duckdb") as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("view", [view.name for view in VIEWS])
+def test_every_view_answers_for_an_empty_store(store, view):
+    assert store.query(f"SELECT * FROM {view}") == []
+
+
+def test_steps_are_the_agents_calls_in_order(store):
+    store.put_calls([call("b", start_ns=5), call("a", start_ns=2), call("t", start_ns=1, purpose="title")])
+    rows = store.query("SELECT step, call_id FROM steps ORDER BY step")
+    assert rows == [{"step": 0, "call_id": "a"}, {"step": 1, "call_id": "b"}]
+
+
+def test_tool_errors_of_several_recorders(store):
+    inference = {"openinference.span.kind": "TOOL", "tool.name": "convert"}
+    failing = {"status_code": 2, "status_message": "no such city"}
+    spans = [
+        tool(1),
+        tool(2, **failing),
+        tool(3, attributes=inference, status_code=2),
+        tool(4, attributes={}),
+    ]
+    store.put_otlp(encode_request(spans))
+    assert store.query("SELECT count(*) AS n FROM tools") == [{"n": 3}]
+    rows = store.query("SELECT tool, error FROM tool_errors ORDER BY span_id")
+    assert rows == [{"tool": "look", "error": "no such city"}, {"tool": "convert", "error": ""}]
+
+
+def test_lineage_leads_from_an_update_to_the_span(store):
+    store.enqueue([Rollout("r")])
+    [claimed] = store.claim(worker="w")
+    store.finish("r", claimed.attempt)
+    store.put_calls([call("c", step_name="plan")])
+    sample = UpdateSample("r", "c", 0, 0.5, 7, 3, 1)
+    store.commit_update(Update("run", 0, 4, ["r"], [sample], {}, "folder"))
+    [row] = store.query("SELECT * EXCLUDE committed FROM lineage")
+    assert (row["trained_version"], row["sampled_version"], row["span_id"]) == (4, 3, "2" * 16)
+    assert (row["advantage"], row["trained_tokens"], row["step_name"]) == (0.5, 7, "plan")
+
+
+def test_outcomes_show_the_last_trusted_reward_of_each_name(store):
+    store.enqueue([Rollout("r")])
+    store.put_rewards([Reward("r", 0.0, time_ns=1, attempt=0), Reward("r", 1.0, time_ns=2, attempt=0)])
+    store.put_rewards([Reward("r", 9.0, time_ns=3, attempt=0)], author=RewardAuthor.AGENT)
+    store.put_rewards([Reward("r", 0.3, name="style", time_ns=1, attempt=0)])
+    store.put_calls([call("a", sampled_tokens=5, grade="exact"), call("b", sampled_tokens=2)])
+    [row] = store.query("SELECT rewards, calls, sampled_tokens, worst_grade FROM outcomes")
+    assert row == {
+        "rewards": {"reward": 1.0, "style": 0.3},
+        "calls": 2,
+        "sampled_tokens": 7,
+        "worst_grade": "text",
+    }
+
+
+def test_a_call_counts_once_for_a_kind_of_reason(store):
+    store.put_calls([call("a"), call("b", grade="exact", grade_reasons=[])])
+    rows = store.query("SELECT grade, reason, calls FROM grades ORDER BY grade")
+    assert rows == [
+        {"grade": "exact", "reason": None, "calls": 1},
+        {"grade": "text", "reason": "no token ids", "calls": 1},
+    ]
