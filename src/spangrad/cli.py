@@ -14,7 +14,7 @@ from typing import Annotated, Final
 
 import typer
 
-from spangrad.commands import listing, recording, services, training
+from spangrad.commands import listing, questions, recording, services, training
 from spangrad.errors import SpangradError
 
 _ABOUT: Final = """Turn the spans that an agent already emits into gradients for the model behind it.
@@ -53,6 +53,9 @@ app.command("calls", rich_help_panel=LOOK, epilog="Example: spangrad calls --rol
 app.command(
     "transitions", rich_help_panel=LOOK, epilog="Example: spangrad transitions --rollout r-17 --json"
 )(listing.transitions)
+app.command("sql", rich_help_panel=LOOK, epilog='Example: spangrad sql "SELECT * FROM tool_errors"')(
+    questions.sql
+)
 app.command(
     "hub", rich_help_panel=SERVE, epilog="Example: spangrad hub --store shop.duckdb --keys keys.json"
 )(services.hub)

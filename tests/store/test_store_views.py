@@ -1,5 +1,7 @@
 """The views of a store, asked in a real file."""
 
+from typing import Any
+
 import pytest
 
 from spangrad.store.file_store import FileStore
@@ -22,13 +24,12 @@ def call(name, **fields):
     return {**CALL, "call_id": name, "rollout_id": "r", "trace_id": "1" * 32, "span_id": "2" * 16} | fields
 
 
-def tool(number, **fields):
-    attributes = fields.pop(
-        "attributes", {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "look"}
-    )
-    defaults = {"status_code": 0, "status_message": ""}
+def tool(number, **fields: Any):
+    named = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "look"}
+    attributes = fields.pop("attributes", named)
+    told: dict[str, Any] = {"status_code": 0, "status_message": ""}
     ids = ("1" * 32, f"{number:016x}")
-    return Span(*ids, None, "t", 1, 1, 2, scope="s", attributes=attributes, **(defaults | fields))
+    return Span(*ids, None, "t", 1, 1, 2, scope="s", attributes=attributes, **(told | fields))
 
 
 @pytest.fixture

@@ -1,0 +1,78 @@
+"""Commands that answer questions about a store: `spangrad sql`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from spangrad.commands.options import DEFAULT_STORE, JsonOption, KeyOption, StoreOption, opened
+from spangrad.commands.output import note, print_json, print_rows
+from spangrad.errors import StoreError
+
+if TYPE_CHECKING:
+    from spangrad.store.base import Store
+
+TABLES_SQL = """
+SELECT table_name AS name, CASE table_type WHEN 'VIEW' THEN 'view' ELSE 'table' END AS kind,
+  table_comment AS what FROM (
+    SELECT table_name, 'BASE TABLE' AS table_type, comment AS table_comment FROM duckdb_tables()
+    WHERE NOT internal AND NOT temporary AND comment IS NOT NULL
+    UNION ALL SELECT view_name, 'VIEW', comment FROM duckdb_views()
+    WHERE NOT internal AND comment IS NOT NULL)
+ORDER BY kind DESC, name
+"""
+
+
+def sql(
+    statement: Annotated[
+        str | None, typer.Argument(help="A SELECT in DuckDB's SQL. Without: the views and tables there are.")
+    ] = None,
+    store: StoreOption = DEFAULT_STORE,
+    key: KeyOption = None,
+    parquet: Annotated[
+        Path | None, typer.Option("--parquet", help="Write the answer to this Parquet file instead.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask the store anything that can be read.
+
+    Views answer what is asked most: steps (an agent's calls in order), tools and
+    tool_errors, outcomes (rollouts with their rewards), lineage (what each update
+    trained on), grades (what keeps calls from being trained). `DESCRIBE steps` names
+    the columns of one.
+    """
+    with opened(store, key) as asked:
+        rows = asked.query(statement if statement is not None else TABLES_SQL)
+        columns = list(rows[0]) if rows else _columns(asked, statement)
+    if parquet is not None:
+        _write_parquet(rows, columns, parquet)
+        note(f"{len(rows)} rows in {parquet}")
+    elif as_json:
+        print_json(rows)
+    else:
+        numbers = [name for name in columns if any(_is_number(row[name]) for row in rows)]
+        print_rows(columns, rows, right=numbers)
+
+
+def _columns(store: "Store", statement: str | None) -> list[str]:
+    """Names of the columns of an answer without rows, for its heading."""
+    try:
+        return [str(row["column_name"]) for row in store.query(f"DESCRIBE {statement}")]
+    except StoreError:  # what DESCRIBE does not take (SHOW, EXPLAIN) has no columns to name
+        return []
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _write_parquet(rows: Sequence[dict[str, Any]], columns: Sequence[str], path: Path) -> None:
+    import pyarrow as pa  # type: ignore[import-untyped]
+    from pyarrow import parquet
+
+    try:
+        table = pa.table({name: pa.array([row[name] for row in rows]) for name in columns})
+        parquet.write_table(table, path, compression="zstd")
+    except (OSError, pa.ArrowException) as error:
+        raise StoreError(f"the answer can't be written to {str(path)!r}: {error}") from error

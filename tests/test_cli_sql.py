@@ -1,0 +1,57 @@
+"""`spangrad sql`, run as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import pytest
+
+from spangrad.adapters import ingest
+from spangrad.store import open_store
+
+MULTI_TURN = Path(__file__).parent / "adapters" / "fixtures" / "genai_openai" / "multi_turn.otlp.jsonl"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sql") / "store.duckdb"
+    opened = open_store(str(path))
+    ingest([MULTI_TURN], opened)
+    opened.close()
+    return str(path)
+
+
+def sql(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "spangrad", "sql", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_without_a_statement_it_says_what_can_be_asked(store):
+    rows = [json.loads(line) for line in sql("--store", store, "--json").stdout.splitlines()]
+    assert {"steps", "outcomes", "calls", "spans"} <= {row["name"] for row in rows}
+    assert all(row["what"] for row in rows)
+
+
+def test_an_answer_is_a_table_json_or_parquet(store, tmp_path):
+    ask = "SELECT step, finish_reason FROM steps ORDER BY step"
+    assert sql(ask, "--store", store).stdout.splitlines()[:2] == ["step\tfinish_reason", "0\ttool_calls"]
+    rows = [json.loads(line) for line in sql(ask, "--store", store, "--json").stdout.splitlines()]
+    file = tmp_path / "steps.parquet"
+    assert sql(ask, "--store", store, "--parquet", str(file)).returncode == 0
+    assert pq.read_table(file).to_pylist() == rows
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+
+
+def test_an_answer_without_rows_has_its_heading(store):
+    done = sql("SELECT step, model FROM steps WHERE step > 100", "--store", store)
+    assert (done.returncode, done.stdout) == (0, "step\tmodel\n")
+
+
+@pytest.mark.parametrize(
+    "statement", ["DELETE FROM spans", "SELECT 1; SELECT 2", "selct", "SELECT * FROM nosuch"]
+)
+def test_what_is_no_question_is_refused_in_one_line(store, statement):
+    done = sql(statement, "--store", store)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
