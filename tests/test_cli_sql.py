@@ -1,4 +1,4 @@
-"""`spangrad sql`, run as a user runs it."""
+"""`spangrad sql` and `spangrad report`, run as a user runs them."""
 
 import json
 import subprocess
@@ -55,3 +55,10 @@ def test_an_answer_without_rows_has_its_heading(store):
 def test_what_is_no_question_is_refused_in_one_line(store, statement):
     done = sql(statement, "--store", store)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
+
+
+def test_a_report_says_what_can_be_trained_and_what_to_change(store):
+    command = [sys.executable, "-m", "spangrad", "report", "--store", store]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "behaviour cloning\texact/ids/text\t1\t4\t0" in done.stdout
+    assert "4\tno token ids\trecord below the SDK" in done.stdout

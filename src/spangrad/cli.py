@@ -53,6 +53,9 @@ app.command("calls", rich_help_panel=LOOK, epilog="Example: spangrad calls --rol
 app.command(
     "transitions", rich_help_panel=LOOK, epilog="Example: spangrad transitions --rollout r-17 --json"
 )(listing.transitions)
+app.command("report", rich_help_panel=LOOK, epilog="Example: spangrad report --store shop.duckdb")(
+    questions.report
+)
 app.command("sql", rich_help_panel=LOOK, epilog='Example: spangrad sql "SELECT * FROM tool_errors"')(
     questions.sql
 )

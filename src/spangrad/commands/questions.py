@@ -1,6 +1,7 @@
-"""Commands that answer questions about a store: `spangrad sql`."""
+"""Commands that answer questions about a store: `spangrad sql`, `spangrad report`."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,6 +54,35 @@ def sql(
     else:
         numbers = [name for name in columns if any(_is_number(row[name]) for row in rows)]
         print_rows(columns, rows, right=numbers)
+
+
+def report(store: StoreOption = DEFAULT_STORE, key: KeyOption = None, as_json: JsonOption = False) -> None:
+    """Say what the store's calls can train, and what to change where they were recorded to train more.
+
+    Counts rollouts, model calls and sampled tokens by what may be trained on
+    them, and names for every reason that keeps calls from a better grade what
+    can be done about it.
+    """
+    from spangrad.adapters.report import report as report_of
+
+    with opened(store, key) as asked:
+        found = report_of(asked)
+    if as_json:
+        print_json([found.to_json()])
+        return
+    others = "".join(f", {count} {purpose}" for purpose, count in found.other_calls.items())
+    print(
+        f"{found.rollouts} rollouts, {found.rewarded_rollouts} with a trusted reward,"
+        f" {found.failed_rollouts} failed; {found.calls} model calls of agents{others}"
+    )
+    print("\nRecorded as")
+    print_rows(("dialect", "grade", "calls"), list(found.dialects), right=("calls",))
+    print("\nCan train")
+    columns = ("objective", "needs", "rollouts", "calls", "sampled_tokens")
+    print_rows(columns, [asdict(row) for row in found.objectives], right=columns[2:])
+    if found.reasons:
+        print("\nWhat keeps calls from a better grade")
+        print_rows(("calls", "reason", "advice"), [asdict(row) for row in found.reasons], right=("calls",))
 
 
 def _columns(store: "Store", statement: str | None) -> list[str]:

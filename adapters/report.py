@@ -1,0 +1,193 @@
+"""What a store's calls can train, and what to change where they were recorded so that they can train more.
+
+Counts come from the tables `calls` and `rollouts` and the view `outcomes`, so a report costs one pass over
+summaries, whatever the size of the spans. Knows grades, objectives and reasons; reads no span.
+
+Invariants:
+* every call of purpose `agent` is counted once in `grades`, and in each objective that its grade allows;
+* a reason without advice is still shown, with its count.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from spangrad.adapters.model_call import Grade
+from spangrad.store.base import Store
+
+OBJECTIVES: Final = (
+    ("reinforcement learning", (Grade.EXACT,), True),
+    ("weighted cloning, AWR", (Grade.EXACT, Grade.IDS, Grade.TEXT), True),
+    ("preferences: DPO, KTO", (Grade.EXACT, Grade.IDS, Grade.TEXT), True),
+    ("behaviour cloning", (Grade.EXACT, Grade.IDS, Grade.TEXT), False),
+)
+"""Name, grades that may train it, whether it needs rewards; `DESIGN.md` section 3."""
+
+ADVICE: Final[Mapping[str, str]] = {
+    "no token ids": (
+        "record below the SDK: `spangrad run -- CMD`, or send the agent through `spangrad "
+        "gateway`, which asks vLLM for `return_token_ids` and `logprobs`; this recorder or its "
+        "client drops them"
+    ),
+    "no prompt token ids": "ask vLLM for `return_token_ids: true`; `spangrad gateway` does",
+    "no sampled token ids": "ask vLLM for `return_token_ids: true`; `spangrad gateway` does",
+    "no logprobs": (
+        "ask for `logprobs: true` and start vLLM with `--logprobs-mode processed_logprobs`; "
+        "`spangrad gateway` and `spangrad serve` do"
+    ),
+    "logprobs don't cover the reply": (
+        "record below the SDK or at the gateway; a client between them lost some"
+    ),
+    "a logprob is missing": "upgrade vLLM, and look for a logits processor that bans what was sampled",
+    "policy version unknown": (
+        "send the agent through `spangrad gateway`, which stamps the version of the weights"
+    ),
+    "logprobs are not of the sampled distribution": (
+        "start vLLM with `--logprobs-mode processed_logprobs`, or sample at temperature 1 without "
+        "top_p, top_k and penalties"
+    ),
+    "a learner can't recompute the sampled distribution": (
+        "sample with temperature alone: no top_p, top_k, min_p, penalties"
+    ),
+    "sampled greedily": "sample at a temperature above 0: greedy replies explore nothing",
+    "sampled under constraint": (
+        "leave out `response_format`, grammars and forced tool choices where replies are to be "
+        "trained with RL"
+    ),
+    "sampling defaults unknown": (
+        "send the agent through `spangrad gateway`, which asks the engine for its defaults"
+    ),
+    "arguments were re-serialised": (
+        "record with a tracer that keeps arguments as strings (spangrad, OpenInference, "
+        "Langfuse); this one parsed them, so tool calls may differ in bytes"
+    ),
+    "tool results were re-serialised": "record with a tracer that keeps tool results as strings",
+    "attributes were dropped": (
+        "set OTEL_ATTRIBUTE_COUNT_LIMIT and OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT to 10000 where the "
+        "agent runs: the SDK's 128 evict the oldest messages"
+    ),
+    "stream was left early": "nothing: the agent stopped reading, so the reply is not what was sampled",
+    "no finish reason": (
+        "upgrade the recorder, or record below the SDK: without it a cut reply can't be told"
+    ),
+    "reply was not finished": "nothing: the engine or a filter ended it",
+    "error": "nothing to train; `spangrad calls` shows what failed",
+    "invalid JSON": (
+        "set OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT higher, or not at all: the attribute was cut in the middle"
+    ),
+    "no input messages were recorded": (
+        "switch on content capture where the agent runs: "
+        "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT=SPAN_ONLY (older recorders: true)"
+    ),
+    "no output was recorded": (
+        "switch on content capture where the agent runs: "
+        "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT=SPAN_ONLY (older recorders: true)"
+    ),
+    "text was redacted": "train on what is not redacted: the model saw other text than is stored",
+    "text was scrubbed": (
+        "switch the recorder's scrubbing off for prompts and replies that are to be trained"
+    ),
+    "the reply came out of a cache": (
+        "switch the cache off where replies are to be trained: nothing was sampled"
+    ),
+    "a part has no chat form": "nothing yet: audio, files and images other than by URL are not rendered",
+}
+"""Kind of reason -> what to do where the calls were recorded."""
+
+_GRADES_SQL: Final = """
+SELECT grade, count(*) AS calls, count(DISTINCT rollout_id) AS rollouts,
+  coalesce(sum(sampled_tokens), 0)::BIGINT AS sampled_tokens, count(sampled_tokens) AS calls_with_tokens
+FROM calls WHERE purpose = 'agent' GROUP BY grade
+"""
+_REASONS_SQL: Final = """
+SELECT split_part(reason, ': ', 1) AS reason, count(DISTINCT call_id) AS calls, min(reason) AS example
+FROM (SELECT call_id, unnest(grade_reasons) AS reason FROM calls WHERE purpose = 'agent')
+GROUP BY ALL ORDER BY calls DESC, reason
+"""
+_OBJECTIVE_SQL: Final = """
+SELECT count(*) AS calls, count(DISTINCT c.rollout_id) AS rollouts,
+  coalesce(sum(c.sampled_tokens), 0)::BIGINT AS sampled_tokens
+FROM calls c WHERE c.purpose = 'agent' AND c.grade IN (SELECT unnest($grades))
+  AND (NOT $rewarded OR c.rollout_id IN (SELECT rollout_id FROM rewards WHERE author <> 'agent'))
+"""
+_DIALECTS_SQL: Final = """
+SELECT dialect, grade, count(*) AS calls FROM calls GROUP BY ALL ORDER BY calls DESC, dialect, grade
+"""
+_ROLLOUTS_SQL: Final = """
+SELECT count(*) AS rollouts, count(*) FILTER (rollout_id IN
+  (SELECT rollout_id FROM rewards WHERE author <> 'agent')) AS rewarded,
+  count(*) FILTER (status = 'failed') AS failed FROM rollouts
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What can be trained in one way."""
+
+    objective: str
+    needs: str
+    """Grades, and whether a reward."""
+    rollouts: int
+    calls: int
+    sampled_tokens: int
+    """Tokens that the engine sampled; calls of grade `text` have none before they are rendered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """What keeps calls from a better grade."""
+
+    reason: str
+    calls: int
+    example: str
+    advice: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReport:
+    """What a store holds, and what it is good for."""
+
+    rollouts: int
+    rewarded_rollouts: int
+    """With a reward that the policy could not have given itself."""
+    failed_rollouts: int
+    calls: int
+    """Of purpose `agent`: the ones that can be trained at all."""
+    other_calls: Mapping[str, int]
+    """Calls of other purposes: titles, judges, embeddings, ..."""
+    grades: Mapping[str, int]
+    dialects: Sequence[Mapping[str, Any]]
+    objectives: Sequence[Objective]
+    reasons: Sequence[Reason]
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as a JSON object."""
+        return asdict(self)
+
+
+def report(store: Store) -> StoreReport:
+    """Count what a store's calls can train. Calls that were never normalised are not in it."""
+    (rollouts,) = store.query(_ROLLOUTS_SQL)
+    grades = {row["grade"]: row["calls"] for row in store.query(_GRADES_SQL)}
+    others = store.query("SELECT purpose, count(*) AS calls FROM calls WHERE purpose <> 'agent' GROUP BY ALL")
+    return StoreReport(
+        rollouts=rollouts["rollouts"],
+        rewarded_rollouts=rollouts["rewarded"],
+        failed_rollouts=rollouts["failed"],
+        calls=sum(grades.values()),
+        other_calls={row["purpose"]: row["calls"] for row in others},
+        grades={grade: grades[grade] for grade in Grade if grade in grades},
+        dialects=store.query(_DIALECTS_SQL),
+        objectives=[_objective(store, *objective) for objective in OBJECTIVES],
+        reasons=[
+            Reason(row["reason"], row["calls"], row["example"], ADVICE.get(row["reason"]))
+            for row in store.query(_REASONS_SQL)
+        ],
+    )
+
+
+def _objective(store: Store, name: str, grades: Sequence[Grade], needs_reward: bool) -> Objective:
+    given = {"grades": [str(grade) for grade in grades], "rewarded": needs_reward}
+    (row,) = store.query(_OBJECTIVE_SQL, given)
+    needs = f"{'/'.join(grades)}{', a reward' if needs_reward else ''}"
+    return Objective(name, needs, row["rollouts"], row["calls"], row["sampled_tokens"])

@@ -1,0 +1,61 @@
+"""What a store can train, counted in a real file."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from spangrad.adapters import grading, ingest
+from spangrad.adapters.report import ADVICE, OBJECTIVES, report
+from spangrad.store.file_store import FileStore
+from spangrad.store.records import Reward, RewardAuthor
+from tests.adapters.captured import FIXTURES
+
+
+@pytest.fixture
+def store(tmp_path):
+    with FileStore(tmp_path / "store.duckdb") as opened:
+        yield opened
+
+
+def test_an_empty_store_can_train_nothing(store):
+    found = report(store)
+    assert (found.rollouts, found.calls, found.grades, list(found.reasons)) == (0, 0, {}, [])
+    assert {objective.calls for objective in found.objectives} == {0}
+
+
+def test_captured_calls_are_counted_with_what_to_do(store):
+    ingest([FIXTURES / "genai_openai" / name for name in ("multi_turn.otlp.jsonl", "fail.otlp.jsonl")], store)
+    found = report(store)
+    assert (found.calls, found.grades, found.rollouts) == (7, {"text": 4, "unusable": 3}, 4)
+    can = {objective.objective: (objective.rollouts, objective.calls) for objective in found.objectives}
+    assert (can["reinforcement learning"], can["behaviour cloning"]) == ((0, 0), (1, 4))
+    reasons = {reason.reason: reason for reason in found.reasons}
+    assert (reasons["no token ids"].calls, reasons["error"].calls) == (4, 3)
+    assert "spangrad run" in str(reasons["no token ids"].advice)
+    assert json.dumps(found.to_json())
+
+
+def test_only_a_trusted_reward_lets_a_rollout_train_what_needs_one(store):
+    ingest([FIXTURES / "genai_openai" / "multi_turn.otlp.jsonl"], store)
+    [rollout] = store.rollouts()
+    for author, calls in ((RewardAuthor.AGENT, 0), (RewardAuthor.EVALUATOR, 4)):
+        store.put_rewards([Reward(rollout.rollout_id, 1.0)], author=author)
+        can = {objective.objective: objective.calls for objective in report(store).objectives}
+        assert can["preferences: DPO, KTO"] == calls
+
+
+def test_every_reason_that_grading_gives_has_advice():
+    source = Path(grading.__file__).read_text()
+    given = {text.split(":")[0] for text in re.findall(r'yield f?"([a-z][^"{]+?)[":]', source)}
+    assert len(given) > 12
+    assert given - set(ADVICE) <= {
+        "no token was sampled",
+        "a logprob is no logprob",
+        "policy versions don't cover the reply",
+    }
+
+
+def test_objectives_ask_for_a_reward_or_say_that_they_do_not():
+    assert [needs for _, _, needs in OBJECTIVES] == [True, True, True, False]
