@@ -102,7 +102,7 @@ def _plain_message(
         kind = part.get("type")
         if kind == "tool_call":
             tool_calls.append(_tool_call(part, notes))
-        elif kind in HIDDEN_REASONING:
+        elif isinstance(kind, str) and kind in HIDDEN_REASONING:
             _note(notes, f"{REASONING_HIDDEN}: {HIDDEN_REASONING[kind]}")
         elif kind in REASONING_TYPES:
             reasoning.append(str(part.get("content") or ""))

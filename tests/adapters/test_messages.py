@@ -118,3 +118,10 @@ def test_flat_and_wrapped_tools_become_the_same():
         == chat_tools([wrapped])
         == [wrapped]
     )
+
+
+@pytest.mark.parametrize("kind", [None, 3, [], {}])
+def test_a_part_whose_type_is_no_text_has_no_chat_form(kind):
+    notes: list[str] = []
+    chat_messages([{"role": "user", "parts": [{"type": kind, "content": "hi"}]}], notes)
+    assert notes == [f"{NO_CHAT_FORM}: {kind!r}"]
