@@ -8,6 +8,11 @@ from collections.abc import Mapping
 from typing import Final
 
 from spangrad.adapters.dialects.dialect import Dialect
+from spangrad.adapters.dialects.genai_events import GENAI_EVENTS
+from spangrad.adapters.dialects.genai_generic import GENAI_GENERIC
+from spangrad.adapters.dialects.genai_legacy import GENAI_LEGACY
+from spangrad.adapters.dialects.openllmetry import OPENLLMETRY
+from spangrad.adapters.dialects.openllmetry_legacy import OPENLLMETRY_LEGACY
 from spangrad.adapters.dialects.otel_genai import OTEL_GENAI, SPANGRAD, is_call
 from spangrad.store.records import Span
 
@@ -16,7 +21,14 @@ NO_DIALECT: Final = "no dialect"
 
 BEFORE_FOREIGN: Final[tuple[Dialect, ...]] = (SPANGRAD,)
 """Dialects with marks that only they have. A new dialect is one file and one row here."""
-AFTER_FOREIGN: Final[tuple[Dialect, ...]] = (OTEL_GENAI,)
+AFTER_FOREIGN: Final[tuple[Dialect, ...]] = (
+    OPENLLMETRY_LEGACY,
+    OPENLLMETRY,
+    GENAI_LEGACY,
+    GENAI_EVENTS,
+    GENAI_GENERIC,
+    OTEL_GENAI,
+)
 """Dialects of the conventions, which others use and change."""
 DIALECTS: Final[Mapping[str, Dialect]] = {each.name: each for each in BEFORE_FOREIGN + AFTER_FOREIGN}
 
@@ -25,7 +37,6 @@ FOREIGN_MARKS: Final = {
     "langfuse.observation.type": ("generation",),
     "mlflow.spanType": ('"CHAT_MODEL"', '"LLM"', "CHAT_MODEL", "LLM"),
     "langsmith.span.kind": ("llm",),
-    "llm.request.type": ("chat", "completion"),
 }
 """Attributes that only another dialect writes, and their values on a model call."""
 FOREIGN_SCOPES: Final = (
@@ -35,12 +46,9 @@ FOREIGN_SCOPES: Final = (
     "litellm",
     "logfire",
     "pydantic-ai",
-    "opentelemetry.instrumentation.openai.v1",
-    "opentelemetry.instrumentation.langchain",
     "vllm",
 )
 FOREIGN_CALL_NAMES: Final = ("litellm_request", "llm_request")
-FOREIGN_PREFIXES: Final = ("gen_ai.prompt.0.", "traceloop.")
 
 
 def recognise(span: Span) -> str | None:
@@ -57,9 +65,7 @@ def recognise(span: Span) -> str | None:
 
 
 def _is_foreign(span: Span) -> bool:
-    if span.scope.startswith(FOREIGN_SCOPES) or any(mark in span.attributes for mark in FOREIGN_MARKS):
-        return True
-    return any(key.startswith(FOREIGN_PREFIXES) for key in span.attributes)
+    return span.scope.startswith(FOREIGN_SCOPES) or any(mark in span.attributes for mark in FOREIGN_MARKS)
 
 
 def _is_foreign_call(span: Span) -> bool:

@@ -294,9 +294,9 @@ def test_an_attempt_that_is_not_believed_hides_no_call(tmp_path):
         ({}, DIALECT_OTEL),
         ({c.INPUT_MESSAGES: None}, DIALECT_OTEL),
         ({c.INPUT_MESSAGES: "[", c.OUTPUT_MESSAGES: "[]"}, NO_DIALECT),
-        ({c.INPUT_MESSAGES: '[{"role": "user", "content": "hi"}]', c.OUTPUT_MESSAGES: None}, NO_DIALECT),
+        ({c.INPUT_MESSAGES: '[{"role": "user", "content": "hi"}]', c.OUTPUT_MESSAGES: None}, "genai_generic"),
         ({"openinference.span.kind": "LLM"}, NO_DIALECT),
-        ({"gen_ai.prompt.0.role": "user"}, NO_DIALECT),
+        ({"acme.prompt": "hi", c.INPUT_MESSAGES: None, c.OUTPUT_MESSAGES: None}, NO_DIALECT),
     ],
 )
 def test_without_a_provider_messages_in_the_form_of_the_conventions_tell_the_dialect(changes, expected):
