@@ -21,6 +21,7 @@ from spangrad.adapters.merging import cluster, mark_repeated, merge
 from spangrad.adapters.model_call import ModelCall
 from spangrad.adapters.purpose import purpose_of
 from spangrad.adapters.reading import Reading, text, whole_number
+from spangrad.adapters.server_spans import with_server_spans
 from spangrad.store.base import Store
 from spangrad.store.records import LogRecord, Span
 from spangrad.tracer import conventions as c
@@ -30,6 +31,7 @@ def calls_from_spans(spans: Iterable[Span], records: Iterable[LogRecord] = ()) -
     """Every model call that the spans and their log records tell of, graded, ordered by start time."""
     by_id = {(span.trace_id, span.span_id): span for span in with_logs(spans, records)}
     readings = [_with_context(_read(span), by_id) for span in by_id.values() if _is_readable(span)]
+    readings = with_server_spans(readings, by_id.values())
     parents = {key: span.parent_span_id for key, span in by_id.items()}
     groups = cluster(readings, parents)
     merged = mark_repeated([merge(group) for group in groups])

@@ -71,7 +71,7 @@ class ModelCall:
     tools: Sequence[Mapping[str, Any]] = ()
     """Tool definitions in OpenAI form (`{"type": "function", "function": {...}}`)."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """temperature, top_p, top_k, max_tokens, seed, stop, ... as requested."""
+    """temperature, top_p, top_k, max_tokens, seed, stop, ... as requested, or as the engine's span tells."""
     choices: Sequence[Choice] = ()
     prompt_token_ids: Sequence[int] | None = None
     agent_name: str | None = None

@@ -14,6 +14,7 @@ from spangrad.adapters.dialects.genai_legacy import GENAI_LEGACY
 from spangrad.adapters.dialects.openllmetry import OPENLLMETRY
 from spangrad.adapters.dialects.openllmetry_legacy import OPENLLMETRY_LEGACY
 from spangrad.adapters.dialects.otel_genai import OTEL_GENAI, SPANGRAD, is_call
+from spangrad.adapters.dialects.vllm_server import VLLM_SERVER
 from spangrad.store.records import Span
 
 NO_DIALECT: Final = "no dialect"
@@ -22,6 +23,7 @@ NO_DIALECT: Final = "no dialect"
 BEFORE_FOREIGN: Final[tuple[Dialect, ...]] = (SPANGRAD,)
 """Dialects with marks that only they have. A new dialect is one file and one row here."""
 AFTER_FOREIGN: Final[tuple[Dialect, ...]] = (
+    VLLM_SERVER,
     OPENLLMETRY_LEGACY,
     OPENLLMETRY,
     GENAI_LEGACY,
@@ -46,9 +48,8 @@ FOREIGN_SCOPES: Final = (
     "litellm",
     "logfire",
     "pydantic-ai",
-    "vllm",
 )
-FOREIGN_CALL_NAMES: Final = ("litellm_request", "llm_request")
+FOREIGN_CALL_NAMES: Final = ("litellm_request",)
 
 
 def recognise(span: Span) -> str | None:
