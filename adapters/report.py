@@ -83,6 +83,24 @@ ADVICE: Final[Mapping[str, str]] = {
         "switch on content capture where the agent runs: "
         "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT=SPAN_ONLY (older recorders: true)"
     ),
+    "content is not on the span, nor in a log record": (
+        "ingest the recorder's log records, too: a collector writes them into a file of their own; "
+        "if there are none, switch on content capture where the agent runs"
+    ),
+    "content was not captured": (
+        "switch on content capture where the agent runs: "
+        "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT=SPAN_ONLY (older recorders: true)"
+    ),
+    "content was not recorded": "switch on content capture where the agent runs",
+    "messages are missing": (
+        "set OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT to 10000 where the agent runs: the SDK's 128 evict the "
+        "oldest messages"
+    ),
+    "tools are missing": "set OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT to 10000 where the agent runs",
+    "text beside tool calls may be missing": (
+        "record with OTEL_SEMCONV_STABILITY_OPT_IN=gen_ai_latest_experimental: this mode leaves it out of "
+        "earlier turns"
+    ),
     "text was redacted": "train on what is not redacted: the model saw other text than is stored",
     "text was scrubbed": (
         "switch the recorder's scrubbing off for prompts and replies that are to be trained"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from spangrad.adapters import grading, ingest
+from spangrad.adapters.dialects import genai_events, genai_generic, genai_legacy
 from spangrad.adapters.report import ADVICE, OBJECTIVES, report
 from spangrad.store.file_store import FileStore
 from spangrad.store.records import Reward, RewardAuthor
@@ -55,6 +56,17 @@ def test_every_reason_that_grading_gives_has_advice():
         "a logprob is no logprob",
         "policy versions don't cover the reply",
     }
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        *(genai_events.NO_RECORD, genai_events.NOT_CAPTURED, genai_generic.NO_CONTENT),
+        *(genai_legacy.NO_RECORDS, genai_legacy.NOT_CAPTURED, genai_legacy.TEXT_BESIDE_CALLS),
+    ],
+)
+def test_content_that_is_not_there_has_advice(reason):
+    assert grading.reason_kind(reason) in ADVICE
 
 
 def test_objectives_ask_for_a_reward_or_say_that_they_do_not():
