@@ -12,9 +12,10 @@ Invariants:
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from spangrad.adapters.dialects import DIALECTS, NO_DIALECT, recognise
+from spangrad.adapters.dialects.dialect import Names
 from spangrad.adapters.grading import grade
 from spangrad.adapters.log_events import with_logs
 from spangrad.adapters.merging import cluster, mark_repeated, merge
@@ -25,6 +26,8 @@ from spangrad.adapters.server_spans import with_server_spans
 from spangrad.store.base import Store
 from spangrad.store.records import LogRecord, Span
 from spangrad.tracer import conventions as c
+
+NO_NAMES: Final = Names()
 
 
 def calls_from_spans(spans: Iterable[Span], records: Iterable[LogRecord] = ()) -> list[ModelCall]:
@@ -150,13 +153,19 @@ def _read(span: Span) -> Reading:
 
 
 def _with_context(reading: Reading, by_id: Mapping[tuple[str, str], Span]) -> Reading:
-    """Fill in what only the span's ancestors say: agent, step, rollout, attempt."""
+    """Fill in what only the span's ancestors say: agent, step, rollout, attempt, conversation."""
     span, seen = reading.span, dict[str, None]()
     agent, step, index = reading.agent_name, reading.step_name, reading.step_index
     rollout, attempt = reading.rollout_id, reading.attempt
+    conversation = reading.conversation_id
+    names = DIALECTS[reading.dialect].names
     while span.span_id not in seen:
         seen[span.span_id] = None
-        agent = agent or text(span.attributes, c.AGENT_NAME)
+        told = NO_NAMES if names is None or span is reading.span else names(span)
+        agent = agent or text(span.attributes, c.AGENT_NAME) or told.agent
+        conversation = conversation or text(span.attributes, c.CONVERSATION_ID) or told.conversation
+        if step is None and told.step is not None:
+            step, index = told.step, told.step_index
         if step is None and (step := text(span.attributes, c.STEP_NAME)) is not None:
             index = whole_number(span.attributes, c.STEP_INDEX)
         rollout = rollout or text(span.attributes, c.ROLLOUT_ID)
@@ -171,6 +180,7 @@ def _with_context(reading: Reading, by_id: Mapping[tuple[str, str], Span]) -> Re
         step_name=step,
         step_index=index,
         rollout_id=rollout,
+        conversation_id=conversation,
         attempt=attempt,
         ancestor_span_ids=tuple(seen)[1:],
     )

@@ -333,14 +333,14 @@ def test_calls_that_are_text_need_a_tokenizer_to_be_cloned(tmp_path: Path) -> No
 
 def test_ingest_names_what_it_can_not_read(tmp_path: Path) -> None:
     request = ExportTraceServiceRequest.FromString(recorded("r-1", 9))
-    request.resource_spans[0].scope_spans[0].scope.name = "openinference.instrumentation.openai"
+    request.resource_spans[0].scope_spans[0].scope.name = "vllm.tracing"
     (tmp_path / "traces.pb").write_bytes(request.SerializeToString())
     done = spangrad("ingest", "traces.pb", "--store", "new.duckdb", cwd=tmp_path)
     assert done.returncode == 0
-    assert "scope\topeninference.instrumentation.openai\t1" in done.stdout
+    assert "scope\tvllm.tracing\t1" in done.stdout
     (line,) = done.stderr.splitlines()
     assert "no model call could be read from 1 spans" in line
-    assert "openinference.instrumentation.openai (1); 1 of them are model calls" in line
+    assert "vllm.tracing (1); 1 of them are model calls" in line
     assert "1.37 and later" in line
 
 

@@ -8,6 +8,16 @@ from spangrad.store.records import Span
 
 
 @dataclass(frozen=True, slots=True)
+class Names:
+    """What a span names: of itself, if it is a call, and of the calls below it."""
+
+    agent: str | None = None
+    step: str | None = None
+    step_index: int | None = None
+    conversation: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Dialect:
     """One dialect: how its spans are known, which of them are model calls, and what those say.
 
@@ -23,3 +33,5 @@ class Dialect:
     """Whether a span of this dialect is a model call."""
     read: Callable[[Span], Reading]
     """Read a call span of this dialect."""
+    names: Callable[[Span], Names] | None = None
+    """What a span names for the calls below it; None if only the conventions' attributes do."""

@@ -11,6 +11,7 @@ from spangrad.adapters.dialects.dialect import Dialect
 from spangrad.adapters.dialects.genai_events import GENAI_EVENTS
 from spangrad.adapters.dialects.genai_generic import GENAI_GENERIC
 from spangrad.adapters.dialects.genai_legacy import GENAI_LEGACY
+from spangrad.adapters.dialects.openinference import OPENINFERENCE
 from spangrad.adapters.dialects.openllmetry import OPENLLMETRY
 from spangrad.adapters.dialects.openllmetry_legacy import OPENLLMETRY_LEGACY
 from spangrad.adapters.dialects.otel_genai import OTEL_GENAI, SPANGRAD, is_call
@@ -20,7 +21,7 @@ from spangrad.store.records import Span
 NO_DIALECT: Final = "no dialect"
 """A model call, told in a way that spangrad does not read."""
 
-BEFORE_FOREIGN: Final[tuple[Dialect, ...]] = (SPANGRAD,)
+BEFORE_FOREIGN: Final[tuple[Dialect, ...]] = (SPANGRAD, OPENINFERENCE)
 """Dialects with marks that only they have. A new dialect is one file and one row here."""
 AFTER_FOREIGN: Final[tuple[Dialect, ...]] = (
     VLLM_SERVER,
@@ -35,14 +36,12 @@ AFTER_FOREIGN: Final[tuple[Dialect, ...]] = (
 DIALECTS: Final[Mapping[str, Dialect]] = {each.name: each for each in BEFORE_FOREIGN + AFTER_FOREIGN}
 
 FOREIGN_MARKS: Final = {
-    "openinference.span.kind": ("LLM",),
     "langfuse.observation.type": ("generation",),
     "mlflow.spanType": ('"CHAT_MODEL"', '"LLM"', "CHAT_MODEL", "LLM"),
     "langsmith.span.kind": ("llm",),
 }
 """Attributes that only another dialect writes, and their values on a model call."""
 FOREIGN_SCOPES: Final = (
-    "openinference.",
     "langfuse-sdk",
     "langsmith",
     "litellm",

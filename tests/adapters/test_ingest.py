@@ -37,8 +37,8 @@ def test_a_folder_is_counted_by_dialect_grade_and_reason(store, tmp_path):
         shutil.copy(FIXTURES / f"{name}.otlp.jsonl", copy)
     report = ingest([tmp_path / "traces"], store)
     assert report.files == 10
-    assert report.by_dialect == {"otel_genai": 17, "no dialect": 1}
-    assert report.by_grade == {"text": 13, "unusable": 4}
+    assert report.by_dialect == {"otel_genai": 17, "openinference": 1}
+    assert report.by_grade == {"text": 13, "ids": 1, "unusable": 4}
     assert report.by_reason["no token ids"] == 13
     assert report.by_reason["error"] == 4
     assert report.skipped == {}
