@@ -1,9 +1,8 @@
 """Which readings tell of one call, and what they say together.
 
-Two spans are of one call if one is the gateway's and a descendant of the other, or
-if both carry the same response id inside one trace or rollout and come from
-different recorders. The same recorder never tells of a call twice, so a server that
-reuses response ids does not glue calls together.
+Which clients' accounts are of one call, `same_call.py` says. A gateway's account belongs to
+the client's span above it, or else to the client's of the same response id: in its trace or
+rollout, or anywhere if the times and the requests agree.
 
 Invariants:
 * an HTTP retry below the SDK (several gateway spans under one client span) is one
@@ -13,39 +12,49 @@ Invariants:
 * what one account was redacted in is not trained, though another has it in clear.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar
 
+from spangrad.adapters.model_call import Choice
 from spangrad.adapters.reading import Reading
+from spangrad.adapters.same_call import (
+    CANDIDATES,
+    begin_together,
+    group_accounts,
+    same_place,
+    same_request,
+)
 
 T = TypeVar("T")
 
 NEVER_READ: Final = "the agent never read this reply"
 SERVED_BEFORE: Final = "the same reply was served before: nothing was sampled"
 
+ANYWHERE: Final = ""
 Parents = Mapping[tuple[str, str], str | None]
 """(trace_id, span_id) -> parent span id, of every span."""
 
 
 def cluster(readings: Sequence[Reading], parents: Parents) -> list[list[Reading]]:
     """Group readings by call, the one that names the call first in its group."""
-    clients = [reading for reading in readings if not reading.is_gateway]
-    groups = _merge_clients(clients)
+    groups = group_accounts([reading for reading in readings if not reading.is_gateway])
     owner = {_key(reading): group for group in groups for reading in group}
-    by_response = {key: group for group in groups for r in group for key in _response_keys(r)}
+    by_response: dict[tuple[str, str], list[list[Reading]]] = {}
+    for group in groups:
+        for key in dict.fromkeys(key for reading in group for key in _response_keys(reading)):
+            by_response.setdefault(key, []).append(group)
     below: dict[int, list[Reading]] = {}
     alone: list[list[Reading]] = []
     for reading in readings:
         if not reading.is_gateway:
             continue
-        group = _client_above(reading, parents, owner)
-        if group is None:
-            group = next((by_response[k] for k in _response_keys(reading) if k in by_response), None)
-        if group is None:
+        found = _client_above(reading, parents, owner) or _client_with_id(reading, by_response)
+        if found is None:
             alone.append([reading])
         else:
-            below.setdefault(id(group), []).append(reading)
+            below.setdefault(id(found), []).append(reading)
     for group in groups:
         alone.extend(_attach(group, below.get(id(group), [])))
     return groups + alone
@@ -76,10 +85,11 @@ def merge(group: Sequence[Reading]) -> Reading:
         attempt=_first(*(r.attempt for r in group)),
         purpose=_first(*(r.purpose for r in group)),
         is_trained_policy=_first(content.is_trained_policy, *(r.is_trained_policy for r in group)),
-        messages=content.messages or namer.messages,
-        tools=content.tools or namer.tools,
-        choices=content.choices or namer.choices,
-        usage=content.usage or namer.usage,
+        messages=next((r.messages for r in others if r.messages), ()),
+        tools=next((r.tools for r in others if r.tools), ()),
+        sampling=next((r.sampling for r in others if r.sampling), {}),
+        choices=_choices(others),
+        usage=next((r.usage for r in others if r.usage), {}),
         error=_first(*(r.error for r in told)),
         is_stream_complete=_both(*(r.is_stream_complete for r in told)),
         is_constrained=any(r.is_constrained for r in told),
@@ -117,34 +127,6 @@ def _is_repeated(reading: Reading, first: Reading) -> bool:
     )
 
 
-def _merge_clients(clients: Sequence[Reading]) -> list[list[Reading]]:
-    """Client-side spans of one call: a framework's and the SDK's, or two instrumentations'."""
-    groups: list[list[Reading]] = []
-    by_response: dict[tuple[str, str], list[list[Reading]]] = {}
-    for reading in sorted(clients, key=lambda r: (r.span.start_ns, -r.span.end_ns, r.span.span_id)):
-        keys = _response_keys(reading)
-        found = (g for key in keys for g in by_response.get(key, ()) if _is_same_call(g, reading))
-        group = next(found, None)
-        if group is None:
-            group = []
-            groups.append(group)
-        group.append(reading)
-        for key in keys:
-            if not any(g is group for g in by_response.setdefault(key, [])):
-                by_response[key].append(group)
-    return groups
-
-
-def _is_same_call(group: Sequence[Reading], reading: Reading) -> bool:
-    """Another recorder's account of the same time."""
-    return all(
-        member.span.scope != reading.span.scope
-        and member.span.start_ns <= reading.span.end_ns
-        and reading.span.start_ns <= member.span.end_ns
-        for member in group
-    )
-
-
 def _client_above(
     reading: Reading, parents: Parents, owner: Mapping[tuple[str, str], list[Reading]]
 ) -> list[Reading] | None:
@@ -157,6 +139,30 @@ def _client_above(
         seen.add(span_id)
         span_id = parents.get((trace_id, span_id))
     return None
+
+
+def _client_with_id(
+    reading: Reading, by_response: Mapping[tuple[str, str], list[list[Reading]]]
+) -> list[Reading] | None:
+    """The group of the same response id: in the gateway span's trace or rollout, or at the same time."""
+    *near, anywhere = _response_keys(reading) or [("", "")]
+    for key in near:
+        if key in by_response:
+            latest = by_response[key][-1]
+            return next((g for g in by_response[key][-CANDIDATES:] if _is_around(reading, g)), latest)
+    groups = by_response.get(anywhere, [])
+    before = bisect_right(groups, reading.span.start_ns, key=lambda group: group[0].span.start_ns)
+    around = [
+        group
+        for group in reversed(groups[max(0, before - CANDIDATES) : before])
+        if _is_around(reading, group)
+        and all(same_place(member, reading) and same_request(member, reading) for member in group)
+    ]
+    return around[0] if around else None
+
+
+def _is_around(reading: Reading, group: Sequence[Reading]) -> bool:
+    return all(begin_together(member, reading) for member in group)
 
 
 def _attach(group: list[Reading], gateway: Sequence[Reading]) -> list[list[Reading]]:
@@ -186,10 +192,31 @@ def _key(reading: Reading) -> tuple[str, str]:
 
 
 def _response_keys(reading: Reading) -> list[tuple[str, str]]:
+    """Where a response id is looked for: in the trace, in the rollout, anywhere."""
     if reading.response_id is None:
         return []
-    places = (reading.span.trace_id, reading.rollout_id)
+    places = (reading.span.trace_id, reading.rollout_id, ANYWHERE)
     return [(place, reading.response_id) for place in places if place is not None]
+
+
+def _choices(accounts: Sequence[Reading]) -> Sequence[Choice]:
+    """The first account's choices; a finish reason and logprobs that it lacks from another one."""
+    told = [reading.choices for reading in accounts if reading.choices]
+    if not told:
+        return ()
+    same = [choices for choices in told if len(choices) == len(told[0])]
+    return [_filled(versions[0], versions[1:]) for versions in zip(*same, strict=True)]
+
+
+def _filled(choice: Choice, others: Sequence[Choice]) -> Choice:
+    finish, logprobs = choice.finish_reason, choice.logprobs
+    if finish is None:
+        finish = next((other.finish_reason for other in others if other.finish_reason), None)
+    if logprobs is None and choice.sampled_token_ids is not None:
+        count = len(choice.sampled_token_ids)
+        found = (other.logprobs for other in others if other.logprobs is not None)
+        logprobs = next((values for values in found if len(values) == count), None)
+    return replace(choice, finish_reason=finish, logprobs=logprobs)
 
 
 def _first(*values: T | None) -> T | None:

@@ -64,6 +64,8 @@ class ModelCall:
     attempt: int = 0
     model: str | None = None
     response_id: str | None = None
+    trace_ids: Sequence[str] = ()
+    """All traces that these spans are in, this one first: a client's account may be a trace of its own."""
     conversation_id: str | None = None
     """Session, thread or conversation that a recorder named: a hint at what belongs to one rollout."""
     messages: Sequence[Mapping[str, Any]] = ()

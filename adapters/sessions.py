@@ -44,6 +44,8 @@ class Rule(StrEnum):
     """The later call shows the result of a tool call that the earlier one's reply made, and no other's."""
     RESPONSE = "previous response id"
     """The later call names the earlier one's response as what it goes on from."""
+    ACCOUNTS = "accounts of one call"
+    """Spans of both tell of the same call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,8 @@ def join_sessions(store: Store, calls: Sequence[ModelCall]) -> Counter[Rule]:
 
     Returns how many joinings each rule made, those of earlier times included where the calls touch them.
     """
-    rows = [asdict(keys_of(call)) for call in calls if _names_no_rollout(call)]
+    nameless = [call for call in calls if _names_no_rollout(call)]
+    rows = [asdict(keys_of(call)) for call in nameless]
     if not rows:
         return Counter()
     store.put_call_keys(rows)
@@ -124,8 +127,10 @@ def join_sessions(store: Store, calls: Sequence[ModelCall]) -> Counter[Rule]:
     found = sessions(by_id.values())
     touched = {row["trace_id"] for row in rows}
     groups = [session for session in found if touched.intersection(session.trace_ids)]
-    store.join_traces([session.trace_ids for session in groups])
-    return sum((session.joined_by for session in groups), Counter())
+    accounts = [call.trace_ids for call in nameless if len(call.trace_ids) > 1]
+    store.join_traces([session.trace_ids for session in groups] + accounts)
+    joinings = Counter({Rule.ACCOUNTS: sum(len(trace_ids) - 1 for trace_ids in accounts)})
+    return sum((session.joined_by for session in groups), +joinings)
 
 
 def _names_no_rollout(call: ModelCall) -> bool:

@@ -59,6 +59,7 @@ def calls_of(name: str) -> list[ModelCall]:
         ("openinference_openai/multi_turn", "40"),
         ("openinference_langchain/multi_turn", "40.0"),
         ("openinference_openai_agents/multi_turn", "40.0"),
+        ("openinference_langchain_plus_openai/multi_turn", "40.0"),
         ("openinference_litellm/multi_turn", "40"),
     ],
 )
