@@ -54,6 +54,8 @@ class ModelCall:
     span_id: str
     span_ids: Sequence[str]
     """All spans that were merged into this call."""
+    trace_ids: Sequence[str] = field(default=(), kw_only=True)
+    """Traces that these spans are in, the call's own first."""
     dialect: str
     start_ns: int
     end_ns: int
@@ -64,8 +66,6 @@ class ModelCall:
     attempt: int = 0
     model: str | None = None
     response_id: str | None = None
-    trace_ids: Sequence[str] = ()
-    """All traces that these spans are in, this one first: a client's account may be a trace of its own."""
     conversation_id: str | None = None
     """Session, thread or conversation that a recorder named: a hint at what belongs to one rollout."""
     messages: Sequence[Mapping[str, Any]] = ()

@@ -42,10 +42,10 @@ class Rule(StrEnum):
     """The later call's messages begin with the earlier call's messages and its reply."""
     TOOL_CALL = "tool-call id"
     """The later call shows the result of a tool call that the earlier one's reply made, and no other's."""
+    ONE_CALL = "one call in several traces"
+    """Spans of both tell of one call: of its request and its reply, or of its framework and its client."""
     RESPONSE = "previous response id"
     """The later call names the earlier one's response as what it goes on from."""
-    ACCOUNTS = "accounts of one call"
-    """Spans of both tell of the same call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +116,19 @@ def join_sessions(store: Store, calls: Sequence[ModelCall]) -> Counter[Rule]:
 
     Returns how many joinings each rule made, those of earlier times included where the calls touch them.
     """
-    nameless = [call for call in calls if _names_no_rollout(call)]
-    rows = [asdict(keys_of(call)) for call in nameless]
+    unnamed = [call for call in calls if _names_no_rollout(call)]
+    rows = [asdict(keys_of(call)) for call in unnamed]
     if not rows:
         return Counter()
     store.put_call_keys(rows)
     related = store.related_call_keys(rows)
     further = store.related_call_keys(related) if related else []  # what else goes on from the same
     by_id = {row["call_id"]: CallKeys(**row) for row in (*further, *related, *rows)}
-    found = sessions(by_id.values())
+    found = sessions(by_id.values(), [call.trace_ids for call in unnamed])
     touched = {row["trace_id"] for row in rows}
     groups = [session for session in found if touched.intersection(session.trace_ids)]
-    accounts = [call.trace_ids for call in nameless if len(call.trace_ids) > 1]
-    store.join_traces([session.trace_ids for session in groups] + accounts)
-    joinings = Counter({Rule.ACCOUNTS: sum(len(trace_ids) - 1 for trace_ids in accounts)})
-    return sum((session.joined_by for session in groups), +joinings)
+    store.join_traces([session.trace_ids for session in groups])
+    return sum((session.joined_by for session in groups), Counter())
 
 
 def _names_no_rollout(call: ModelCall) -> bool:
@@ -138,13 +136,22 @@ def _names_no_rollout(call: ModelCall) -> bool:
     return call.rollout_id is None or _TRACE_ID.fullmatch(call.rollout_id) is not None
 
 
-def sessions(calls: Iterable[CallKeys]) -> list[Session]:
+def sessions(calls: Iterable[CallKeys], told_in: Iterable[Sequence[str]] = ()) -> list[Session]:
     """Join the traces of calls that name no rollout; ordered by the start of their first call.
 
     Near linear in the number of calls.
+
+    Args:
+        calls: What is known of each call.
+        told_in: For calls that are told in several traces: these traces, the call's own first.
     """
     in_order = sorted(calls, key=lambda call: (call.start_ns, call.call_id))
-    joined = _Joined(dict.fromkeys(call.trace_id for call in in_order))
+    several = [trace_ids for trace_ids in told_in if len(trace_ids) > 1]
+    known = [call.trace_id for call in in_order] + [trace_id for some in several for trace_id in some]
+    joined = _Joined(dict.fromkeys(known))
+    for own, *others in several:
+        for other in others:
+            joined.join(own, other, Rule.ONE_CALL)
     found = _Found()
     for call in in_order:
         for rule, earlier in found.continued_by(call):

@@ -305,4 +305,4 @@ def _usage(attributes: Mapping[str, Any]) -> dict[str, int]:
     return {key: count for key, count in counts.items() if count is not None}
 
 
-OPENINFERENCE: Final = Dialect(NAME, wrote, is_call, read, names)
+OPENINFERENCE: Final = Dialect(NAME, wrote, is_call, read, names=names)

@@ -177,6 +177,24 @@ def test_a_span_below_another_that_asked_something_else_is_a_call_of_its_own():
     assert grouped(account("f", "framework", trace="1"), judge) == [["f"], ["j"]]
 
 
+def test_in_one_trace_a_response_id_joins_what_recorders_write_down_differently():
+    shortened = [{"role": "assistant", "content": "left out by one"}, {"role": "user", "content": "hi"}]
+    for trace, together in (("1", True), (None, False)):
+        framework = account("f", "framework", response_id="r", trace=trace)
+        client = replace(account("c", "openai", **CLIENT, trace=trace), messages=shortened)
+        assert (len(grouped(framework, client)) == 1) is together
+
+
+def test_in_one_trace_equal_ids_and_questions_are_told_apart_by_what_went_before():
+    def after(name: str, recorder: str, start: int, system: str) -> Reading:
+        told = account(name, recorder, start, 110, response_id="chatcmpl-1", trace="1")
+        return replace(told, messages=[{"role": "system", "content": system}, *told.messages])
+
+    frameworks = [after(f"f{i}", "framework", i, f"agent {i}") for i in range(4)]
+    clients = [after(f"c{3 - i}", "openai", 10 + i, f"agent {3 - i}") for i in range(4)]
+    assert grouped(*frameworks, *clients) == [[f"f{i}", f"c{i}"] for i in range(4)]
+
+
 def test_three_recorders_tell_of_one_call():
     outer = account("f", "framework", trace="1")
     middle = account("l", "litellm", 5, 95, trace="1", above=["f"], model="openai/m")
@@ -258,7 +276,7 @@ def test_a_gateways_account_in_a_trace_of_its_own_is_the_clients_call():
 def test_a_clients_account_in_a_trace_of_its_own_is_of_the_frameworks_rollout(tmp_path):
     with FileStore(tmp_path / "store.duckdb") as store:
         report = ingest([FIXTURES / f"{BOTH}.otlp.jsonl"], store)
-        assert (report.by_grade, report.joined_by) == ({"ids": 4}, {str(Rule.ACCOUNTS): 4})
+        assert (report.by_grade, report.joined_by) == ({"ids": 4}, {str(Rule.ONE_CALL): 4})
         assert ingest([FIXTURES / f"{BOTH}.otlp.jsonl"], store).by_grade == {"ids": 4}
         (rollout,) = store.rollouts()
         calls = calls_of(store, [rollout.rollout_id])
