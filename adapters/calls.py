@@ -20,6 +20,7 @@ from spangrad.adapters.grading import grade
 from spangrad.adapters.log_events import with_logs
 from spangrad.adapters.merging import cluster, mark_repeated, merge
 from spangrad.adapters.model_call import ModelCall
+from spangrad.adapters.parts import join_parts
 from spangrad.adapters.purpose import purpose_of
 from spangrad.adapters.reading import Reading, text, whole_number
 from spangrad.adapters.server_spans import with_server_spans
@@ -33,8 +34,8 @@ NO_NAMES: Final = Names()
 def calls_from_spans(spans: Iterable[Span], records: Iterable[LogRecord] = ()) -> list[ModelCall]:
     """Every model call that the spans and their log records tell of, graded, ordered by start time."""
     by_id = {(span.trace_id, span.span_id): span for span in with_logs(spans, records)}
-    readings = [_with_context(_read(span), by_id) for span in by_id.values() if _is_readable(span)]
-    readings = with_server_spans(readings, by_id.values())
+    told = [_with_context(_read(span), by_id) for span in by_id.values() if _is_readable(span)]
+    readings = with_server_spans(join_parts(told), by_id.values())
     parents = {key: span.parent_span_id for key, span in by_id.items()}
     groups = cluster(readings, parents)
     merged = mark_repeated([merge(group) for group in groups])
@@ -196,7 +197,7 @@ def _call(reading: Reading, group: Sequence[Reading]) -> ModelCall:
         call_id=f"{span.trace_id}-{span.span_id}",
         trace_id=span.trace_id,
         span_id=span.span_id,
-        span_ids=tuple(member.span.span_id for member in group),
+        span_ids=tuple(name for member in group for name in (member.span.span_id, *member.part_span_ids)),
         trace_ids=tuple(dict.fromkeys(member.span.trace_id for member in group)),
         dialect=reading.dialect,
         start_ns=span.start_ns,

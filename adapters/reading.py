@@ -59,6 +59,12 @@ class Reading:
     """Attributes out of which the recorder took text, of the request or the reply."""
     is_cached: bool = False
     """The reply came out of a cache."""
+    is_part: bool = False
+    """Tells more of a call that another span of its recorder names: the one above, or an earlier request."""
+    began_ns: int | None = None
+    """Of a part: when its reply began, as the part says."""
+    part_span_ids: Sequence[str] = ()
+    """Spans whose accounts were put into this one."""
 
 
 def text(attributes: Mapping[str, Any], name: str) -> str | None:

@@ -59,7 +59,7 @@ class Decoder:
             return None
         try:
             return conversion(value)
-        except DialectError as error:
+        except (DialectError, TypeError, ValueError, RecursionError) as error:  # bytes have no JSON
             self.faults.append(f"unreadable: {name}: {error}")
             return None
 
