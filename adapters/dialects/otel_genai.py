@@ -185,6 +185,11 @@ def _choices(attributes: Mapping[str, Any], decoder: Decoder) -> list[Choice]:
 
 def _finish_reasons(attributes: Mapping[str, Any]) -> list[str | None]:
     reasons = attributes.get(c.RESPONSE_FINISH_REASONS)
+    if isinstance(reasons, str) and reasons.startswith("["):  # Logfire, LiteLLM
+        try:
+            reasons = json.loads(reasons)
+        except (ValueError, RecursionError):
+            return []
     if isinstance(reasons, str):
         return [reasons]
     if not isinstance(reasons, Sequence):
