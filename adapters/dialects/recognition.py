@@ -11,6 +11,7 @@ from spangrad.adapters.dialects.dialect import Dialect
 from spangrad.adapters.dialects.genai_events import GENAI_EVENTS
 from spangrad.adapters.dialects.genai_generic import GENAI_GENERIC
 from spangrad.adapters.dialects.genai_legacy import GENAI_LEGACY
+from spangrad.adapters.dialects.litellm import LITELLM
 from spangrad.adapters.dialects.logfire import LOGFIRE, PYDANTIC_AI
 from spangrad.adapters.dialects.openinference import OPENINFERENCE
 from spangrad.adapters.dialects.openllmetry import OPENLLMETRY
@@ -22,7 +23,7 @@ from spangrad.store.records import Span
 NO_DIALECT: Final = "no dialect"
 """A model call, told in a way that spangrad does not read."""
 
-BEFORE_FOREIGN: Final[tuple[Dialect, ...]] = (SPANGRAD, OPENINFERENCE, LOGFIRE, PYDANTIC_AI)
+BEFORE_FOREIGN: Final[tuple[Dialect, ...]] = (SPANGRAD, OPENINFERENCE, LITELLM, LOGFIRE, PYDANTIC_AI)
 """Dialects with marks that only they have. A new dialect is one file and one row here."""
 AFTER_FOREIGN: Final[tuple[Dialect, ...]] = (
     VLLM_SERVER,
@@ -45,9 +46,8 @@ FOREIGN_MARKS: Final = {
 FOREIGN_SCOPES: Final = (
     "langfuse-sdk",
     "langsmith",
-    "litellm",
 )
-FOREIGN_CALL_NAMES: Final = ("litellm_request",)
+FOREIGN_CALL_NAMES: Final[tuple[str, ...]] = ()
 
 
 def recognise(span: Span) -> str | None:
