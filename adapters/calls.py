@@ -175,6 +175,8 @@ def _with_context(reading: Reading, by_id: Mapping[tuple[str, str], Span]) -> Re
         parent = by_id.get((span.trace_id, span.parent_span_id or ""))
         if parent is None:
             break
+        if span is reading.span and (with_parent := DIALECTS[reading.dialect].with_parent) is not None:
+            reading = with_parent(reading, parent)
         span = parent
     return replace(
         reading,

@@ -21,8 +21,8 @@ class Names:
 class Dialect:
     """One dialect: how its spans are known, which of them are model calls, and what those say.
 
-    All three are pure functions of one span. They never raise, whatever the span holds: what can't be
-    read is a fault of the reading.
+    All are pure functions of one span, `with_parent` also of a reading. They never raise, whatever the span
+    holds: what can't be read is a fault of the reading.
     """
 
     name: str
@@ -35,3 +35,5 @@ class Dialect:
     """Read a call span of this dialect."""
     names: Callable[[Span], Names] | None = None
     """What a span names for the calls below it; None if only the conventions' attributes do."""
+    with_parent: Callable[[Reading, Span], Reading] | None = None
+    """Fill in what only the span right above a call says of it."""

@@ -13,6 +13,7 @@ from spangrad.adapters.dialects.genai_generic import GENAI_GENERIC
 from spangrad.adapters.dialects.genai_legacy import GENAI_LEGACY
 from spangrad.adapters.dialects.litellm import LITELLM
 from spangrad.adapters.dialects.logfire import LOGFIRE, PYDANTIC_AI
+from spangrad.adapters.dialects.mlflow import MLFLOW
 from spangrad.adapters.dialects.openinference import OPENINFERENCE
 from spangrad.adapters.dialects.openllmetry import OPENLLMETRY
 from spangrad.adapters.dialects.openllmetry_legacy import OPENLLMETRY_LEGACY
@@ -23,7 +24,7 @@ from spangrad.store.records import Span
 NO_DIALECT: Final = "no dialect"
 """A model call, told in a way that spangrad does not read."""
 
-BEFORE_FOREIGN: Final[tuple[Dialect, ...]] = (SPANGRAD, OPENINFERENCE, LITELLM, LOGFIRE, PYDANTIC_AI)
+BEFORE_FOREIGN: Final[tuple[Dialect, ...]] = (SPANGRAD, OPENINFERENCE, MLFLOW, LITELLM, LOGFIRE, PYDANTIC_AI)
 """Dialects with marks that only they have. A new dialect is one file and one row here."""
 AFTER_FOREIGN: Final[tuple[Dialect, ...]] = (
     VLLM_SERVER,
@@ -39,7 +40,6 @@ DIALECTS: Final[Mapping[str, Dialect]] = {each.name: each for each in BEFORE_FOR
 
 FOREIGN_MARKS: Final = {
     "langfuse.observation.type": ("generation",),
-    "mlflow.spanType": ('"CHAT_MODEL"', '"LLM"', "CHAT_MODEL", "LLM"),
     "langsmith.span.kind": ("llm",),
 }
 """Attributes that only another dialect writes, and their values on a model call."""
