@@ -195,12 +195,13 @@ def _call(reading: Reading, group: Sequence[Reading]) -> ModelCall:
     level, reasons = grade(reading)
     purpose, purpose_reason = purpose_of(reading)
     attempt = reading.attempt or 0
+    told_in = [told for member in group for told in (member.span, *member.parts)]
     return ModelCall(
         call_id=f"{span.trace_id}-{span.span_id}",
         trace_id=span.trace_id,
         span_id=span.span_id,
-        span_ids=tuple(name for member in group for name in (member.span.span_id, *member.part_span_ids)),
-        trace_ids=tuple(dict.fromkeys(member.span.trace_id for member in group)),
+        span_ids=tuple(told.span_id for told in told_in),
+        trace_ids=tuple(dict.fromkeys(told.trace_id for told in told_in)),
         dialect=reading.dialect,
         start_ns=span.start_ns,
         end_ns=span.end_ns,

@@ -60,14 +60,14 @@ def _nearest(part: Reading, requests: Iterable[Reading]) -> Reading | None:
 
 def _joined(whole: Reading, part: Reading) -> Reading:
     span = replace(whole.span, end_ns=max(whole.span.end_ns, part.span.end_ns))
-    members = (*whole.part_span_ids, part.span.span_id)
+    members = (*whole.parts, part.span)
     if whole.choices and (part.faults or not part.choices):
         losses = (*whole.token_losses, *part.faults, *part.token_losses)
-        return replace(whole, span=span, part_span_ids=members, token_losses=losses)
+        return replace(whole, span=span, parts=members, token_losses=losses)
     return replace(
         part,
         span=span,
-        part_span_ids=members,
+        parts=members,
         is_part=False,
         model=whole.model or part.model,
         response_id=part.response_id or whole.response_id,

@@ -63,7 +63,7 @@ class Reading:
     """Tells more of a call that another span of its recorder names: the one above, or an earlier request."""
     began_ns: int | None = None
     """Of a part: when its reply began, as the part says."""
-    part_span_ids: Sequence[str] = ()
+    parts: Sequence[Span] = ()
     """Spans whose accounts were put into this one."""
 
 

@@ -108,6 +108,13 @@ ADVICE: Final[Mapping[str, str]] = {
     "the reply came out of a cache": (
         "switch the cache off where replies are to be trained: nothing was sampled"
     ),
+    "tool calls of several choices are told as one choice's": (
+        "ask for one choice, or send the agent through `spangrad gateway`; LiteLLM numbers them as one's"
+    ),
+    "chunks of the stream are missing": (
+        "set OTEL_SPAN_EVENT_COUNT_LIMIT to 10000 where the agent runs: MLflow keeps a stream as events"
+    ),
+    "a form that is not read": "nothing yet: only OpenAI's and LangChain's forms of MLflow are read",
     "a part has no chat form": "nothing yet: audio, files and images other than by URL are not rendered",
 }
 """Kind of reason -> what to do where the calls were recorded."""

@@ -72,7 +72,7 @@ def scores_of(row: Mapping[str, Any]) -> Iterator[Score]:
     """The annotations of a row, and what evaluations were merged into its columns."""
     for told in _rows(row):
         if _is_annotation(told):
-            yield from _annotation(told, None)
+            yield from _annotation(told, "")
         elif _is_span(told):
             trace, span = _ids(told)
             for annotation in _listed(_parsed(told.get("annotations"))):
@@ -270,7 +270,8 @@ def _link(told: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _annotation(row: Mapping[str, Any], trace_id: str | None) -> Iterator[Score]:
+def _annotation(row: Mapping[str, Any], trace_id: str) -> Iterator[Score]:
+    """An annotation; `trace_id` is its span's, empty where the row names the span alone."""
     result = _mapping(_parsed(row.get("result")))
     told = {key: result.get(key, row.get(f"result.{key}", row.get(key))) for key in _RESULT}
     trace, span = _text(row.get("trace_id")), _text(row.get("span_id"))
@@ -294,7 +295,15 @@ def _evaluations(row: Mapping[str, Any], trace_id: str, span_id: str) -> Iterato
     for name in dict.fromkeys(name for name, _, key in columns if key in _RESULT):
         told = {key: row.get(f"{_EVAL}{name}.{key}") for key in _RESULT}
         if told["score"] is not None or told["label"] is not None:
-            yield Score(trace_id=trace_id, span_id=span_id, name=name, source="phoenix", **_judged(told))
+            yield Score(
+                trace_id=trace_id,
+                span_id=span_id,
+                name=name,
+                author=None,
+                time_ns=None,
+                source="phoenix",
+                **_judged(told),
+            )
 
 
 _RESULT: Final = ("score", "label", "explanation")

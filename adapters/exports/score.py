@@ -1,24 +1,24 @@
-"""Score: what a person or program thought of a trace or span, as an export tells it."""
+"""Score: what a foreign system says that a trace, or one span of it, was worth."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One score, feedback, annotation or assessment. `None` means that the export does not say."""
+    """One score, feedback or evaluation as it was exported."""
 
-    trace_id: str | None
-    """As on the spans of the export; None where only the span is named."""
+    trace_id: str
+    """32 hex digits, as in the spans of the same export."""
     span_id: str | None
-    """None: it is about the whole trace."""
+    """16 hex digits. None: for the whole trace."""
     name: str
     value: float | None
-    """A boolean is 1 or 0."""
-    label: str | None = None
-    """What was said in place of a number, or beside it."""
-    explanation: str | None = None
-    author: str | None = None
-    """Who, as the system names it: a person's id, a model, a program."""
-    time_ns: int | None = None
-    source: str = ""
-    """System and kind of author: `mlflow HUMAN`."""
+    """None: only a label was given."""
+    label: str | None
+    explanation: str | None
+    author: str | None
+    """Who gave it, as the export tells. The store goes by the key of whoever brings it in."""
+    time_ns: int | None
+    """Unix time, ns; None: not told."""
+    source: str
+    """Format that it came in."""

@@ -146,7 +146,7 @@ def test_assessments_are_scores():
             time_ns=1795964482123456000,
             source="mlflow LLM_JUDGE",
         ),
-        Score(spans[0].trace_id, None, "tone", None, "kind", time_ns=1795964482123456000, source="mlflow"),
+        Score(spans[0].trace_id, None, "tone", None, "kind", None, None, 1795964482123456000, "mlflow"),
     ]
     assert json.loads(next(iter(spans_of(scored))).attributes[INFO])["assessments"] == assessments
 

@@ -151,7 +151,7 @@ def test_a_dataframe_that_keeps_lists_and_structs_is_read(tmp_path):
     }
     assert (span.start_ns, span.end_ns) == (1795960800000001000, 1795960801000000000)
     (score,) = scores_of(read)
-    assert score == Score(span.trace_id, span.span_id, "Helpful", 0.5, "so so", source="phoenix")
+    assert score == Score(span.trace_id, span.span_id, "Helpful", 0.5, "so so", None, None, None, "phoenix")
     assert json.loads(span.attributes[REST]) == {"eval.Helpful.score": 0.5, "eval.Helpful.label": "so so"}
 
 
@@ -170,7 +170,7 @@ def test_annotations_are_scores():
     assert list(spans_of(row)) == []
     assert list(scores_of({"data": [row], "next_cursor": None})) == [
         Score(
-            trace_id=None,
+            trace_id="",
             span_id="d39232bb49e52f33",
             name="correctness",
             value=1.0,
@@ -182,7 +182,7 @@ def test_annotations_are_scores():
         )
     ]
     flat = {"annotation_name": "n", "annotator_kind": "LLM", "trace_id": "a" * 32, "result.score": 0.25}
-    assert list(scores_of(flat)) == [Score("a" * 32, None, "n", 0.25, source="phoenix LLM")]
+    assert list(scores_of(flat)) == [Score("a" * 32, None, "n", 0.25, None, None, None, None, "phoenix LLM")]
 
 
 @pytest.mark.parametrize(

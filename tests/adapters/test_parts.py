@@ -2,10 +2,14 @@
 
 from dataclasses import replace
 
+from spangrad.adapters.calls import calls_of
+from spangrad.adapters.ingest import ingest
 from spangrad.adapters.model_call import Choice
 from spangrad.adapters.parts import join_parts
 from spangrad.adapters.reading import Reading
+from spangrad.store.file_store import FileStore
 from tests.adapters.building import span
+from tests.adapters.captured import FIXTURES
 
 REPLY = (Choice(message={"role": "assistant", "content": "hello"}, finish_reason="stop"),)
 ASKED = ({"role": "user", "content": "hi"},)
@@ -26,7 +30,7 @@ def joined(*readings: Reading) -> list[tuple[str, tuple[str, ...]]]:
         reading.span.span_id: bytes.fromhex(reading.span.span_id).strip(b"\0").decode()
         for reading in readings
     }
-    return [(ids[r.span.span_id], tuple(ids[part] for part in r.part_span_ids)) for r in join_parts(readings)]
+    return [(ids[r.span.span_id], tuple(ids[part.span_id] for part in r.parts)) for r in join_parts(readings)]
 
 
 def test_a_reply_belongs_to_the_equal_request_that_ended_nearest_to_its_beginning():
@@ -74,3 +78,16 @@ def test_a_part_below_its_call_adds_what_the_call_lacks_and_its_faults_explain_w
     assert (whole.prompt_token_ids, whole.sampling, whole.messages) == ([1], {"temperature": 0.5}, ASKED)
     (whole,) = join_parts([replace(below, faults=("unreadable: x",)), call])
     assert (whole.prompt_token_ids, whole.faults, whole.token_losses) == (None, (), ("unreadable: x",))
+
+
+def test_the_traces_of_one_call_are_one_session(tmp_path):
+    """Without a span above them, Logfire's request and reply are traces of their own."""
+    store = FileStore(tmp_path / "spans.duckdb")
+    report = ingest([FIXTURES / "logfire_openai" / "stream.otlp.jsonl"], store)
+    assert (report.traces, report.calls, report.by_grade) == (2, 1, {"text": 1})
+    assert report.joined_by == {"accounts of one call": 1}
+    (call,) = calls_of(store)
+    assert len(call.trace_ids) == 2
+    (again,) = calls_of(store, [str(call.rollout_id)])
+    assert again == call
+    store.close()
