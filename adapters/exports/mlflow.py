@@ -26,7 +26,7 @@ INFO: Final = "mlflow.export.info"
 """JSON of all of a trace that is not its spans."""
 REST: Final = "mlflow.export.span"
 """JSON of what a span has beside the fields of OTel."""
-STATUS: Final = {"OK": 1, "ERROR": 2, "STATUS_CODE_OK": 1, "STATUS_CODE_ERROR": 2}
+STATUS: Final = {"OK": 1, "ERROR": 2, "STATUS_CODE_OK": 1, "STATUS_CODE_ERROR": 2, "1": 1, "2": 2}
 _PLACED: Final = frozenset(
     {"trace_id", "span_id", "parent_span_id", "parent_id", "context", "name", "status", "status_code"}
     | {"status_message", "start_time_unix_nano", "end_time_unix_nano", "start_time", "end_time"}
@@ -49,7 +49,7 @@ def spans_of(row: Mapping[str, Any]) -> Iterator[Span]:
     roots = [index for index, span in enumerate(spans) if _parent(span) is None]
     first = roots[0] if roots else 0
     for index, told in enumerate(spans):
-        extra = {INFO: json.dumps(info, ensure_ascii=False)} if index == first and info else {}
+        extra = {INFO: json.dumps(info, ensure_ascii=False, default=str)} if index == first and info else {}
         if isinstance(session, str) and session:
             extra[SESSION] = json.dumps(session, ensure_ascii=False)
         yield _span(told, info, extra)
@@ -118,7 +118,7 @@ def _span(told: Mapping[str, Any], info: Mapping[str, Any], extra: Mapping[str, 
     kept = {
         **_mapping(told.get("attributes")),
         **extra,
-        **({REST: json.dumps(rest, ensure_ascii=False)} if rest else {}),
+        **({REST: json.dumps(rest, ensure_ascii=False, default=str)} if rest else {}),
     }
     for name, text, found in (("trace_id", named, _trace_id(named)), ("span_id", own, _span_id(own))):
         if _decoded(text) != found:
@@ -132,7 +132,7 @@ def _span(told: Mapping[str, Any], info: Mapping[str, Any], extra: Mapping[str, 
         kind=0,
         start_ns=_number(told.get("start_time_unix_nano", told.get("start_time"))),
         end_ns=_number(told.get("end_time_unix_nano", told.get("end_time"))),
-        status_code=code if isinstance(code, int) else STATUS.get(str(code), 0),
+        status_code=STATUS.get(str(code), 0),
         status_message=str(message or ""),
         scope=SCOPE,
         attributes=kept,

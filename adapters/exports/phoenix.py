@@ -28,7 +28,7 @@ KIND: Final = "openinference.span.kind"
 PHOENIX_KIND: Final = "phoenix.span_kind"
 REST: Final = "phoenix.export.row"
 """JSON of what a row has beside the fields of a span."""
-STATUS: Final = {"OK": 1, "ERROR": 2, "STATUS_CODE_OK": 1, "STATUS_CODE_ERROR": 2}
+STATUS: Final = {"OK": 1, "ERROR": 2, "STATUS_CODE_OK": 1, "STATUS_CODE_ERROR": 2, "1": 1, "2": 2}
 KINDS: Final = {
     f"SPAN_KIND_{name}": number
     for number, name in enumerate(("UNSPECIFIED", "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER"))
@@ -126,17 +126,17 @@ def _span(row: Mapping[str, Any]) -> Span:
         kind=KINDS.get(str(row.get("kind")), 0),
         start_ns=_time(row.get("start_time_unix_nano", row.get("start_time"))),
         end_ns=_time(row.get("end_time_unix_nano", row.get("end_time"))),
-        status_code=code if isinstance(code, int) else STATUS.get(str(code), 0),
+        status_code=STATUS.get(str(code), 0),
         status_message=str(message or ""),
         scope=SCOPE,
         attributes=attributes,
         events=tuple(_event(event) for event in _listed(_parsed(row.get("events"))) if _mapping(event)),
         links=tuple(_link(link) for link in _listed(row.get("links")) if isinstance(link, Mapping)),
         trace_state=str(row.get("trace_state") or ""),
-        flags=_count(row.get("flags")),
-        dropped_attributes=_count(row.get("dropped_attributes_count")),
-        dropped_events=_count(row.get("dropped_events_count")),
-        dropped_links=_count(row.get("dropped_links_count")),
+        flags=_small(row.get("flags")),
+        dropped_attributes=_small(row.get("dropped_attributes_count")),
+        dropped_events=_small(row.get("dropped_events_count")),
+        dropped_links=_small(row.get("dropped_links_count")),
     )
 
 
@@ -171,7 +171,7 @@ def _column(name: str, value: Any) -> dict[str, Any]:
     if value is None or value != value:
         return {}
     if name in JSON_TEXTS:
-        return {name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}
+        return {name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)}
     if name in LISTS or "." not in name:
         parsed = _parsed(value)
         value = parsed if isinstance(parsed, (Mapping, list)) else value
@@ -209,10 +209,12 @@ def _with_texts(flat: Mapping[str, Any]) -> dict[str, Any]:
             _put(texts.setdefault(whole, {}), name.removeprefix(f"{whole}."), value)
             attributes[whole] = None
         elif name in JSON_TEXTS and not isinstance(value, str):
-            attributes[name] = json.dumps(value, ensure_ascii=False)
+            attributes[name] = json.dumps(value, ensure_ascii=False, default=str)
         else:
             attributes[name] = value
-    return attributes | {name: json.dumps(told, ensure_ascii=False) for name, told in texts.items()}
+    return attributes | {
+        name: json.dumps(told, ensure_ascii=False, default=str) for name, told in texts.items()
+    }
 
 
 def _put(told: dict[str, Any], path: str, value: Any) -> None:
@@ -255,7 +257,7 @@ def _event(told: Mapping[str, Any]) -> SpanEvent:
         name=str(told.get("name") or ""),
         time_ns=_time(told.get("time_unix_nano", told.get("timestamp"))),
         attributes=_pairs(attributes) if isinstance(attributes, list) else _mapping(attributes),
-        dropped_attributes=_count(told.get("dropped_attributes_count")),
+        dropped_attributes=_small(told.get("dropped_attributes_count")),
     )
 
 
@@ -265,8 +267,8 @@ def _link(told: Mapping[str, Any]) -> dict[str, Any]:
         "span_id": ids.span_id(str(told.get("span_id") or "")),
         "trace_state": str(told.get("trace_state") or ""),
         "attributes": _pairs(_listed(told.get("attributes"))),
-        "dropped_attributes": _count(told.get("dropped_attributes_count")),
-        "flags": _count(told.get("flags")),
+        "dropped_attributes": _small(told.get("dropped_attributes_count")),
+        "flags": _small(told.get("flags")),
     }
 
 
@@ -358,3 +360,8 @@ def _listed(value: Any) -> Sequence[Any]:
 
 def _count(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64 else 0
+
+
+def _small(value: Any) -> int:
+    """A number that OTLP has 32 bits for."""
+    return min(_count(value), 2**32 - 1)

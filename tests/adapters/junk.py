@@ -1,7 +1,7 @@
 """Spans with one attribute replaced by something that nobody expects there."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -53,3 +53,42 @@ def spoiled(span: Span) -> Iterator[Span]:
 def as_text(value: Any) -> str:
     """JSON text of a drawn value."""
     return json.dumps(value)
+
+
+def spoiled_rows(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The row with every value in it, at any depth, replaced by some kinds of junk."""
+    for path in _paths(row):
+        for value in (
+            None,
+            True,
+            -1,
+            2**40,
+            float("nan"),
+            b"\xff",
+            "text",
+            [],
+            [None],
+            {},
+            {"a": 1},
+            "[1, 2",
+        ):
+            yield _put(row, path, value)
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield (*path, key)
+            yield from _paths(inner, (*path, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value[:2]):
+            yield (*path, index)
+            yield from _paths(inner, (*path, index))
+
+
+def _put(value: Any, path: tuple[Any, ...], junk: Any) -> Any:
+    if not path:
+        return junk
+    copy = dict(value) if isinstance(value, Mapping) else list(value)
+    copy[path[0]] = _put(value[path[0]], path[1:], junk)
+    return copy

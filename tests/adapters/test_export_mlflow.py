@@ -8,7 +8,9 @@ import pytest
 
 from spangrad.adapters.exports.mlflow import INFO, REST, is_row, scores_of, spans_of
 from spangrad.adapters.exports.score import Score
+from spangrad.store.otlp import encode_request
 from spangrad.store.records import Span
+from tests.adapters import junk
 from tests.adapters.captured import FIXTURES
 
 FILES = sorted((FIXTURES / "mlflow_json").glob("*.jsonl"))
@@ -171,3 +173,11 @@ def test_rows_of_another_shape_raise_nothing(row):
     assert isinstance(is_row(row), bool)
     list(spans_of(row))
     list(scores_of(row))
+
+
+@pytest.mark.parametrize("name", ["n2", "stream_tool", "lc_fail"])
+def test_junk_anywhere_in_a_trace_raises_nothing_and_gives_spans_that_can_be_kept(name):
+    for other in junk.spoiled_rows(rows(name)[0]):
+        assert isinstance(is_row(other), bool)
+        encode_request(spans_of(other))
+        list(scores_of(other))

@@ -12,8 +12,9 @@ import pytest
 from spangrad.adapters.calls import calls_from_spans
 from spangrad.adapters.exports.phoenix import KIND, PHOENIX_KIND, REST, is_row, scores_of, spans_of
 from spangrad.adapters.exports.score import Score
+from spangrad.store.otlp import encode_request
 from spangrad.store.records import Span
-from tests.adapters import picnic
+from tests.adapters import junk, picnic
 from tests.adapters.captured import FIXTURES, captured
 
 FOLDER = FIXTURES / "exports" / "phoenix"
@@ -207,3 +208,12 @@ def test_rows_of_another_shape_raise_nothing(row):
     assert isinstance(is_row(row), bool)
     list(spans_of(row))
     list(scores_of(row))
+
+
+@pytest.mark.parametrize("shape", ["api", "dataframe", "otlpv1"])
+def test_junk_anywhere_in_a_row_raises_nothing_and_gives_spans_that_can_be_kept(shape):
+    row = rows(shape)[0]
+    for other in junk.spoiled_rows(row["data"][-1] if shape == "otlpv1" else row):
+        assert isinstance(is_row(other), bool)
+        encode_request(spans_of(other))
+        list(scores_of(other))
