@@ -114,7 +114,9 @@ ADVICE: Final[Mapping[str, str]] = {
     "chunks of the stream are missing": (
         "set OTEL_SPAN_EVENT_COUNT_LIMIT to 10000 where the agent runs: MLflow keeps a stream as events"
     ),
-    "a form that is not read": "nothing yet: only OpenAI's and LangChain's forms of MLflow are read",
+    "a form that is not read": (
+        "nothing yet: of MLflow the forms of OpenAI and LangChain are read, of older Logfire that of OpenAI"
+    ),
     "a part has no chat form": "nothing yet: audio, files and images other than by URL are not rendered",
 }
 """Kind of reason -> what to do where the calls were recorded."""

@@ -2,7 +2,8 @@
 
 Both write the OTel GenAI conventions. Logfire gives lists as JSON text, parses the arguments of tool calls,
 and tells of a stream in two spans: the request, which ends at once, and a span of no length in which the
-reply is, elsewhere in the trace. pydantic-ai keeps arguments as the text they were and names the tools
+reply is, elsewhere in the trace. Older versions kept the request as it was and of the response the
+message, without a reason why it ended. pydantic-ai keeps arguments as the text they were and names the tools
 without a wrapper.
 """
 
@@ -13,6 +14,7 @@ from typing import Any, Final
 from spangrad.adapters.dialects.decoding import Decoder
 from spangrad.adapters.dialects.dialect import Dialect
 from spangrad.adapters.dialects.otel_genai import SYSTEM_INSTRUCTIONS, is_call, read_as
+from spangrad.adapters.exchanges import read_exchange
 from spangrad.adapters.reading import Reading
 from spangrad.store.records import Span
 from spangrad.tracer import conventions as c
@@ -30,6 +32,11 @@ FIRST_CHUNK: Final = "gen_ai.client.operation.time_to_first_chunk"
 """On pydantic-ai's streams."""
 REQUEST_PARAMETERS: Final = "model_request_parameters"
 """JSON of pydantic-ai's request: tools, output mode."""
+REQUEST_DATA: Final = "request_data"
+RESPONSE_DATA: Final = "response_data"
+"""JSON of what older versions kept of an exchange."""
+UNKNOWN_FORM: Final = "a form that is not read"
+_CLIENTS: Final = ("logfire.openai", "logfire.anthropic")
 CONTENT: Final = (c.INPUT_MESSAGES, c.OUTPUT_MESSAGES, SYSTEM_INSTRUCTIONS, c.TOOL_DEFINITIONS)
 
 
@@ -43,9 +50,14 @@ def is_pydantic_ai(span: Span) -> bool:
     return span.scope == "pydantic-ai"
 
 
+def is_logfire_call(span: Span) -> bool:
+    """Whether a span of Logfire's is a call, or a part of one."""
+    return is_call(span) or (span.scope in _CLIENTS and REQUEST_DATA in span.attributes)
+
+
 def read_logfire(span: Span) -> Reading:
     """Read a call of Logfire's: a whole one, a stream's request, or a stream's reply."""
-    reading = read_as(DIALECT_LOGFIRE, span)
+    reading = read_as(DIALECT_LOGFIRE, span) if is_call(span) else _read_older(span)
     redacted = tuple(dict.fromkeys((*reading.redacted, *_scrubbed(span))))
     if span.attributes.get(SPAN_TYPE) == "log":
         return replace(reading, redacted=redacted, is_streamed=True, is_part=True, began_ns=_began(span))
@@ -60,6 +72,25 @@ def read_pydantic_ai(span: Span) -> Reading:
     if reading.tools or REQUEST_PARAMETERS not in span.attributes:
         return reading
     return replace(reading, tools=_declared_tools(Decoder(span).json(REQUEST_PARAMETERS)))
+
+
+def _read_older(span: Span) -> Reading:
+    """Read what versions kept that did not write the conventions yet."""
+    decoder = Decoder(span)
+    asked, told = decoder.json(REQUEST_DATA), decoder.json(RESPONSE_DATA)
+    request = asked if isinstance(asked, Mapping) else {}
+    response = told if isinstance(told, Mapping) else {}
+    message, model = response.get("message"), span.attributes.get(c.RESPONSE_MODEL)
+    choices = {"choices": [{"index": 0, "message": message}]} if isinstance(message, Mapping) else {}
+    exchange = {**response, **choices, "model": model} if response else None
+    reading = read_exchange(DIALECT_LOGFIRE, span, request, exchange)
+    is_known = span.scope == "logfire.openai" and request.keys() & {"messages", "input", "prompt"}
+    form = () if is_known else (f"{UNKNOWN_FORM}: {span.scope} before the conventions",)
+    return replace(reading, error=_failure(span), faults=(*decoder.faults, *reading.faults, *form))
+
+
+def _failure(span: Span) -> str | None:
+    return span.status_message or "error" if span.status_code == 2 else None
 
 
 def _began(span: Span) -> int:
@@ -91,5 +122,5 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-LOGFIRE: Final = Dialect(DIALECT_LOGFIRE, is_logfire, is_call, read_logfire)
+LOGFIRE: Final = Dialect(DIALECT_LOGFIRE, is_logfire, is_logfire_call, read_logfire)
 PYDANTIC_AI: Final = Dialect(DIALECT_PYDANTIC_AI, is_pydantic_ai, is_call, read_pydantic_ai)

@@ -44,6 +44,17 @@ def test_a_whole_conversation_of_pydantic_ai_reads_as_it_was():
     assert {call.conversation_id for call in calls} == {"01a22b49-dfe5-7674-a316-54da8ef27b9a"}
 
 
+def test_a_whole_conversation_of_an_older_logfire_reads_as_it_was():
+    """It keeps the arguments' bytes, and neither response ids nor finish reasons."""
+    calls = calls_from_spans(captured("logfire_openai_3/multi_turn"))
+    assert picnic.told(calls) == picnic.expected()
+    assert [tool["function"]["name"] for tool in calls[0].tools] == list(picnic.TOOLS)
+    made = [call["function"]["arguments"] for x in calls[:2] for call in x.choices[0].message["tool_calls"]]
+    assert made[:2] == picnic.ARGUMENTS
+    assert calls[0].sampling == {"temperature": 0.7, "max_tokens": 256, "logprobs": True}
+    assert {(call.response_id, call.choices[0].finish_reason) for call in calls} == {(None, None)}
+
+
 def test_tools_come_from_the_request_parameters_where_there_are_no_definitions():
     spans = captured("pydantic_ai/multi_turn")
     older = [
@@ -63,6 +74,9 @@ def test_tools_come_from_the_request_parameters_where_there_are_no_definitions()
         ("logfire_openai/stream", [("text", (NO_IDS,))]),
         ("logfire_openai/stream_no_usage", [("text", (NO_IDS,))]),
         ("logfire_openai/stream_tool", [("text", (NO_IDS, PARSED))]),
+        ("logfire_openai_3/multi_turn", [("unusable", ("no finish reason: choice 0",))] * 4),
+        ("logfire_openai_3/stream", [("unusable", ("stream was left early: choice 0",))]),
+        ("logfire_openai_3/stream_tool", [("unusable", ("stream was left early: choice 0",))]),
         ("pydantic_ai/stream", [("text", (NO_IDS,))]),
         ("pydantic_ai/stream_abandoned", [("unusable", ("stream was left early: choice 0",))]),
     ],
@@ -76,6 +90,7 @@ def test_every_call_counts_once_and_has_its_grade(case, grades):
     ("case", "errors"),
     [
         ("logfire_openai/fail", ["InternalServerError", "BadRequestError", "NotFoundError"]),
+        ("logfire_openai_3/fail", ["InternalServerError", "BadRequestError", "NotFoundError"]),
         ("pydantic_ai/fail", ["ModelServerError", "ModelContextWindowExceededError"]),
     ],
 )
@@ -103,6 +118,13 @@ def test_a_request_without_its_reply_is_a_call_without_output():
     assert call.grade is Grade.TEXT
 
 
+def test_another_client_of_an_older_logfire_is_counted_and_said():
+    span = captured("logfire_openai_3/multi_turn")[0]
+    (call,) = calls_from_spans([replace(span, scope="logfire.anthropic")])
+    assert call.grade is Grade.UNUSABLE
+    assert "a form that is not read: logfire.anthropic before the conventions" in call.grade_reasons
+
+
 def test_what_logfire_scrubbed_is_not_trained():
     (span,) = captured("logfire_openai/responses")
     told = json.dumps([{"path": ["attributes", c.OUTPUT_MESSAGES, 0], "matched_substring": "auth"}])
@@ -110,7 +132,9 @@ def test_what_logfire_scrubbed_is_not_trained():
     assert call.grade_reasons == (f"text was redacted: {c.OUTPUT_MESSAGES}",)
 
 
-@pytest.mark.parametrize("case", ["logfire_openai/stream_tool", "pydantic_ai/stream"])
+@pytest.mark.parametrize(
+    "case", ["logfire_openai/stream_tool", "logfire_openai_3/stream_tool", "pydantic_ai/stream"]
+)
 def test_junk_in_any_attribute_raises_nothing(case):
     for span in captured(case):
         for other in junk.spoiled(span):
