@@ -85,7 +85,7 @@ def test_the_traces_of_one_call_are_one_session(tmp_path):
     store = FileStore(tmp_path / "spans.duckdb")
     report = ingest([FIXTURES / "logfire_openai" / "stream.otlp.jsonl"], store)
     assert (report.traces, report.calls, report.by_grade) == (2, 1, {"text": 1})
-    assert report.joined_by == {"accounts of one call": 1}
+    assert report.joined_by == {"one call in several traces": 1}
     (call,) = calls_of(store)
     assert len(call.trace_ids) == 2
     (again,) = calls_of(store, [str(call.rollout_id)])
