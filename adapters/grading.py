@@ -82,7 +82,7 @@ def grade(reading: Reading) -> tuple[Grade, tuple[str, ...]]:
     if no_ids := tuple(_without_ids(reading)):
         if nothing := tuple(_without_text(reading)):
             return Grade.UNUSABLE, (*no_ids, *nothing)
-        return Grade.TEXT, (*no_ids, *reading.token_losses, *reading.notes)
+        return Grade.TEXT, (*no_ids, *_unknown_ends(reading), *reading.token_losses, *reading.notes)
     if doubts := tuple(_doubts(reading)):
         return Grade.IDS, (*doubts, *reading.token_losses)
     return Grade.EXACT, ()
@@ -103,12 +103,20 @@ def _unusable(reading: Reading) -> Iterator[str]:
             yield "no output was recorded"
         return
     for index, choice in enumerate(reading.choices):
+        if choice.finish_reason is None and reading.is_whole:
+            continue
         if choice.finish_reason is None and reading.is_stream_complete is not False:
             yield (LEFT_EARLY if reading.is_streamed else "no finish reason") + f": choice {index}"
         elif choice.finish_reason is not None and choice.finish_reason.lower() in FAILED_FINISHES:
             yield f"reply was not finished: choice {index} ended with {choice.finish_reason!r}"
         if choice.sampled_token_ids is not None and not choice.sampled_token_ids:
             yield f"no token was sampled: choice {index}"
+
+
+def _unknown_ends(reading: Reading) -> Iterator[str]:
+    for index, choice in enumerate(reading.choices):
+        if choice.finish_reason is None:
+            yield f"finish reason was not recorded: choice {index} came in one piece"
 
 
 def _without_ids(reading: Reading) -> Iterator[str]:
@@ -135,6 +143,7 @@ def _without_text(reading: Reading) -> Iterator[str]:
 def _doubts(reading: Reading) -> Iterator[str]:
     for index, choice in enumerate(reading.choices):
         yield from _choice_doubts(index, choice)
+    yield from _unknown_ends(reading)
     if reading.is_constrained or is_constrained({**reading.sampling, "tools": reading.tools}):
         yield "sampled under constraint"
     asked = {name for name, value in reading.sampling.items() if value is not None}

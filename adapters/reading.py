@@ -43,6 +43,8 @@ class Reading:
     usage: Mapping[str, int] = field(default_factory=dict)
     is_streamed: bool = False
     is_stream_complete: bool | None = None
+    is_whole: bool = False
+    """The reply came in one piece, and its recorder keeps no finish reasons of such replies."""
     logprobs_mode: str | None = None
     unknown_defaults: str | None = None
     """Why it is not known what the engine put in for what the request leaves out."""

@@ -70,6 +70,10 @@ ADVICE: Final[Mapping[str, str]] = {
     "no finish reason": (
         "upgrade the recorder, or record below the SDK: without it a cut reply can't be told"
     ),
+    "finish reason was not recorded": (
+        "record at the gateway or below the SDK, if replies that the context's end may have cut matter: this "
+        "recorder keeps no finish reason of replies that came in one piece"
+    ),
     "reply was not finished": "nothing: the engine or a filter ended it",
     "error": "nothing to train; `spangrad calls` shows what failed",
     "invalid JSON": (

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spangrad.adapters.calls import calls_from_spans
+from spangrad.adapters.dialects import otel_genai
+from spangrad.adapters.grading import grade
 from spangrad.adapters.model_call import Grade, ModelCall
 from spangrad.tracer import conventions as c
 from tests.adapters.building import REPLY, span, text_attributes, token_attributes
@@ -31,6 +34,15 @@ def test_ids_logprobs_and_version_make_a_call_exact():
 def test_a_reply_cut_by_its_token_limit_was_sampled_exactly():
     call = graded(text_attributes(**token_attributes(), **{c.RESPONSE_FINISH_REASONS: ["length"]}))
     assert (call.grade, call.choices[0].finish_reason) == (Grade.EXACT, "length")
+
+
+def test_a_whole_reply_of_a_recorder_without_finish_reasons_is_never_exact():
+    told = text_attributes(**token_attributes(), **{c.RESPONSE_FINISH_REASONS: [""]})
+    told[c.OUTPUT_MESSAGES] = json.dumps([{key: REPLY[0][key] for key in ("role", "parts")}])
+    reading = replace(otel_genai.read(span(attributes=told)), is_whole=True)
+    reason = "finish reason was not recorded: choice 0 came in one piece"
+    assert grade(reading) == (Grade.IDS, (reason,))
+    assert grade(replace(reading, is_whole=False)) == (Grade.UNUSABLE, ("no finish reason: choice 0",))
 
 
 def test_text_alone_is_graded_text():
