@@ -37,13 +37,13 @@ class Decoder:
 
     def __init__(self, span: Span) -> None:
         """Decode this span's attributes."""
-        self._attributes = span.attributes
+        self.attributes = span.attributes
         self.faults: list[str] = []
         self.notes: list[str] = []
 
     def json(self, name: str) -> Any:
         """The attribute, parsed if it is a JSON string; None if absent or broken."""
-        value = self._attributes.get(name)
+        value = self.attributes.get(name)
         if not isinstance(value, str):
             return value
         try:
@@ -65,7 +65,7 @@ class Decoder:
 
     def unpack(self, name: str, unpacking: Callable[[bytes], list[T]]) -> list[T] | None:
         """The packed attribute as a list."""
-        value = self._attributes.get(name)
+        value = self.attributes.get(name)
         if value is None:
             return None
         try:

@@ -1,7 +1,6 @@
 """Every captured file gives as many model calls as `CALLS.json` says: a call counts once."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -22,21 +21,6 @@ TOLD_TWICE = {
     "openinference_langchain_plus_openai/multi_turn": 4,  # a framework's and a client's span for each
 }
 """Files with more spans that tell of calls than calls, and how many calls those are."""
-NOT_READ_YET = (
-    "langfuse",
-)
-"""Folders in a dialect that nobody here reads. Take the folder out with the dialect that reads it."""
-
-
-def cases(ending: str = ""):
-    unread = pytest.mark.xfail(reason="nobody here reads this dialect", strict=True)
-    return [
-        pytest.param(name, marks=[unread] if name.split("/")[0] in NOT_READ_YET else [])
-        for name in FILES
-        if name.endswith(ending)
-    ]
-
-
 def expected(name: str) -> int:
     folder, case = name.split("/")
     count = TOLD_TWICE.get(name, IN_EACH[folder][case]["model_call_spans"])
@@ -44,7 +28,7 @@ def expected(name: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", FILES)
 def test_a_file_gives_as_many_calls_as_were_made(name):
     calls = calls_from_spans(captured(name))
     assert len(calls) == expected(name)
@@ -52,7 +36,7 @@ def test_a_file_gives_as_many_calls_as_were_made(name):
     assert all(call.start_ns <= call.end_ns for call in calls)
 
 
-@pytest.mark.parametrize("name", cases("/n2"))
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith("/n2")])
 def test_a_reply_with_two_choices_is_one_call(name):
     (call,) = calls_from_spans(captured(name))
     told = ["stop", None] if name == "openinference_litellm/n2" else ["stop", "stop"]  # the first's alone
@@ -63,4 +47,3 @@ def test_every_file_is_listed_and_every_listed_file_is_there():
     listed = {f"{folder}/{case}" for folder, cases in IN_EACH.items() for case in cases}
     assert set(FILES) == {name for name in listed if not name.startswith("mlflow_json/")}
     assert set(TOLD_TWICE) <= set(FILES)
-    assert {Path(name).parent.name for name in FILES} >= set(NOT_READ_YET)
