@@ -1,0 +1,144 @@
+"""Langfuse's exports: observations and scores, of the blob export, the API or the UI.
+
+Knows their columns, in snake case and camel case; an observation's content is read by dialect `langfuse`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from spangrad.adapters.dialects import langfuse as dialect
+from spangrad.adapters.exports.columns import (
+    SPAN_ID_DIGITS,
+    TRACE_ID_DIGITS,
+    attributes_of,
+    nanoseconds,
+    number,
+    otel_id,
+    row_of,
+    text,
+    to_json,
+)
+from spangrad.adapters.exports.score import Score
+from spangrad.store.records import Span
+
+SOURCE: Final = "langfuse"
+SCOPE: Final = "langfuse-export"
+PREFIX: Final = "langfuse.row."
+PLACES: Final = {"input": dialect.INPUT, "output": dialect.OUTPUT}
+"""Columns that the dialect has; nothing is kept twice that may be big."""
+_UPPER: Final = re.compile(r"(?<=[a-z0-9])([A-Z])")
+_USAGE: Final = ("usage_details", "usage")
+_MODEL: Final = ("provided_model_name", "model")
+
+
+def is_row(row: Mapping[str, Any]) -> bool:
+    """Whether a row is an observation or a score of Langfuse."""
+    columns = _snake(row)
+    return _is_observation(columns) or _is_score(columns)
+
+
+def spans_of(row: Mapping[str, Any]) -> Iterator[Span]:
+    """The observation as a span; nothing of a score."""
+    columns = _snake(row)
+    if not _is_observation(columns):
+        return
+    start_ns = nanoseconds(columns.get("start_time")) or nanoseconds(columns.get("created_at")) or 0
+    parent = text(columns.get("parent_observation_id"))
+    is_error = columns.get("level") == "ERROR"
+    yield Span(
+        trace_id=otel_id(columns["trace_id"], TRACE_ID_DIGITS),
+        span_id=otel_id(columns["id"], SPAN_ID_DIGITS),
+        parent_span_id=None if parent is None else otel_id(parent, SPAN_ID_DIGITS),
+        name=_utf8(columns.get("name")) or columns["type"].lower(),
+        kind=1,
+        start_ns=start_ns,
+        end_ns=nanoseconds(columns.get("end_time")) or start_ns,
+        status_code=2 if is_error else 0,
+        status_message=(_utf8(columns.get("status_message")) or "") if is_error else "",
+        scope=SCOPE,
+        attributes=_attributes(columns) | attributes_of(row, PREFIX, PLACES),
+    )
+
+
+def scores_of(row: Mapping[str, Any]) -> Iterator[Score]:
+    """The score; nothing of an observation, or of a score of a whole session or data set."""
+    columns = _snake(row)
+    trace_id = text(columns.get("trace_id"))
+    if not _is_score(columns) or trace_id is None:
+        return
+    span_id = text(columns.get("observation_id"))
+    label = text(columns.get("string_value"))
+    value = columns.get("value")
+    is_label = columns.get("data_type") in ("CATEGORICAL", "TEXT")
+    if isinstance(value, str):  # the API has the category here
+        label = label or value
+    yield Score(
+        trace_id=otel_id(trace_id, TRACE_ID_DIGITS),
+        span_id=None if span_id is None else otel_id(span_id, SPAN_ID_DIGITS),
+        name=columns["name"],
+        value=float(value) if isinstance(value, bool) else None if is_label else number(value),
+        label=label,
+        explanation=text(columns.get("comment")),
+        author=text(columns.get("source")),
+        time_ns=nanoseconds(columns.get("timestamp")) or nanoseconds(columns.get("created_at")),
+        source=SOURCE,
+    )
+
+
+def original(span: Span) -> dict[str, Any]:
+    """The row that a span was made of."""
+    return row_of(span.attributes, PREFIX, PLACES)
+
+
+def _snake(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {_UPPER.sub(r"_\1", str(column)).lower(): value for column, value in row.items()}
+
+
+def _is_observation(columns: Mapping[str, Any]) -> bool:
+    names = all(text(columns.get(column)) for column in ("id", "trace_id", "type"))
+    known = {"start_time", "parent_observation_id", "level"} & columns.keys()
+    return names and "start_time" in known and len(known) > 1 and columns["type"].isupper()
+
+
+def _is_score(columns: Mapping[str, Any]) -> bool:
+    if not text(columns.get("name")) or "trace_id" not in columns or "observation_id" not in columns:
+        return False
+    return "data_type" in columns and ("value" in columns or "string_value" in columns)
+
+
+def _attributes(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """What the dialect reads beside input and output."""
+    usage: Mapping[str, Any] = next(
+        (columns[name] for name in _USAGE if isinstance(columns.get(name), Mapping)), {}
+    )
+    told: dict[str, Any] = {
+        dialect.TYPE: columns["type"].lower(),
+        dialect.MODEL: next((found for name in _MODEL if (found := _utf8(columns.get(name)))), None),
+        dialect.PARAMETERS: _as_json(columns.get("model_parameters")),
+        dialect.USAGE: to_json({key: count for key, count in usage.items() if number(count) is not None}),
+        dialect.LEVEL: _utf8(columns.get("level")),
+        dialect.STATUS_MESSAGE: _utf8(columns.get("status_message")),
+        dialect.COMPLETION_START: _as_json(columns.get("completion_start_time")),
+        dialect.SESSION: _utf8(columns.get("session_id")),
+        "user.id": _utf8(columns.get("user_id")),
+    }
+    if dialect.COMPLETION_START not in told and number(columns.get("time_to_first_token")) is not None:
+        told[dialect.COMPLETION_START] = ""
+    metadata = columns.get("metadata")
+    for key, value in metadata.items() if isinstance(metadata, Mapping) else ():
+        told[dialect.METADATA + key] = _as_json(value)
+    return {key: value for key, value in told.items() if value is not None}
+
+
+def _as_json(value: Any) -> str | None:
+    """A value as the SDK writes it: JSON; a string is JSON already, or will be taken for a text."""
+    if value is None or value == "":
+        return None
+    return _utf8(value) if isinstance(value, str) else to_json(value)
+
+
+def _utf8(value: Any) -> str | None:
+    """A text that a span can have: what is no UTF-8 is in the row's own column only."""
+    found = text(value)
+    return None if found is None else found.encode("utf-8", "replace").decode()
