@@ -63,13 +63,25 @@ def text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
+def mapping(value: Any) -> Mapping[str, Any]:
+    """An object: JSON, text of JSON, or the pairs of a map of Parquet's; an empty one for anything else."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return {}
+    if isinstance(value, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+        value = {str(key): inner for key, inner in value}
+    return value if isinstance(value, Mapping) else {}
+
+
 def attributes_of(row: Mapping[str, Any], prefix: str, places: Mapping[str, str]) -> dict[str, Any]:
     """Every column as an attribute: `places` names those that a dialect has, others get the prefix."""
     attributes: dict[str, Any] = {}
     as_json: list[str] = []
     for column, value in row.items():
-        name = places.get(column, prefix + column)
-        if _is_plain(value):
+        name = attribute_name(places.get(column, prefix + column))
+        if is_plain(value):
             attributes[name] = value
         else:
             attributes[name] = to_json(value)
@@ -90,6 +102,11 @@ def row_of(attributes: Mapping[str, Any], prefix: str, places: Mapping[str, str]
     return row
 
 
+def attribute_name(name: str) -> str:
+    """A name that an attribute can have: what is no UTF-8 is written out."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def to_json(value: Any) -> str:
     """ASCII JSON of a value; times as ISO 8601, other strangers as text."""
     return json.dumps(value, default=_stranger)
@@ -99,7 +116,7 @@ def _stranger(value: Any) -> Any:
     return value.isoformat() if isinstance(value, (datetime, date)) else str(value)
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether an attribute can hold the value."""
     if isinstance(value, str):
         try:

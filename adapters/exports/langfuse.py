@@ -11,7 +11,9 @@ from spangrad.adapters.dialects import langfuse as dialect
 from spangrad.adapters.exports.columns import (
     SPAN_ID_DIGITS,
     TRACE_ID_DIGITS,
+    attribute_name,
     attributes_of,
+    mapping,
     nanoseconds,
     number,
     otel_id,
@@ -109,12 +111,10 @@ def _is_score(columns: Mapping[str, Any]) -> bool:
 
 def _attributes(columns: Mapping[str, Any]) -> dict[str, Any]:
     """What the dialect reads beside input and output."""
-    usage: Mapping[str, Any] = next(
-        (columns[name] for name in _USAGE if isinstance(columns.get(name), Mapping)), {}
-    )
+    usage = next((found for name in _USAGE if (found := mapping(columns.get(name)))), {})
     told: dict[str, Any] = {
         dialect.TYPE: columns["type"].lower(),
-        dialect.MODEL: next((found for name in _MODEL if (found := _utf8(columns.get(name)))), None),
+        dialect.MODEL: next((model for name in _MODEL if (model := _utf8(columns.get(name)))), None),
         dialect.PARAMETERS: _as_json(columns.get("model_parameters")),
         dialect.USAGE: to_json({key: count for key, count in usage.items() if number(count) is not None}),
         dialect.LEVEL: _utf8(columns.get("level")),
@@ -123,11 +123,10 @@ def _attributes(columns: Mapping[str, Any]) -> dict[str, Any]:
         dialect.SESSION: _utf8(columns.get("session_id")),
         "user.id": _utf8(columns.get("user_id")),
     }
-    if dialect.COMPLETION_START not in told and number(columns.get("time_to_first_token")) is not None:
+    if told[dialect.COMPLETION_START] is None and (number(columns.get("time_to_first_token")) or 0) > 0:
         told[dialect.COMPLETION_START] = ""
-    metadata = columns.get("metadata")
-    for key, value in metadata.items() if isinstance(metadata, Mapping) else ():
-        told[dialect.METADATA + key] = _as_json(value)
+    for key, entry in mapping(columns.get("metadata")).items():
+        told[attribute_name(dialect.METADATA + key)] = _as_json(entry)
     return {key: value for key, value in told.items() if value is not None}
 
 

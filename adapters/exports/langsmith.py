@@ -16,7 +16,10 @@ from spangrad.adapters.dialects import langsmith as dialect
 from spangrad.adapters.exports.columns import (
     SPAN_ID_DIGITS,
     TRACE_ID_DIGITS,
+    attribute_name,
     attributes_of,
+    is_plain,
+    mapping,
     nanoseconds,
     number,
     otel_id,
@@ -72,7 +75,7 @@ def scores_of(row: Mapping[str, Any]) -> Iterator[Score]:
     if not _is_feedback(row) or run_id is None:
         return
     trace_id = text(row.get("trace_id")) or run_id
-    source = _parsed(row.get("feedback_source"))
+    source = mapping(row.get("feedback_source"))
     score, value = row.get("score"), row.get("value")
     label = value if isinstance(value, str) else None if value is None else to_json(value)
     yield Score(
@@ -111,20 +114,19 @@ def _above(row: Mapping[str, Any]) -> list[str]:
 
 def _attributes(row: Mapping[str, Any]) -> dict[str, Any]:
     """What the dialect reads beside inputs and outputs, as the SDK's exporter writes it."""
-    extra = _parsed(row.get("extra"))
+    extra = mapping(row.get("extra"))
     asked = extra.get("invocation_params")
     attributes: dict[str, Any] = {dialect.KIND: _utf8(row["run_type"])}
     if isinstance(asked, Mapping):
         attributes[dialect.INVOCATION] = to_json(asked)
         if isinstance(asked.get("model"), str):
             attributes[c.REQUEST_MODEL] = _utf8(asked["model"])
-    for key, value in _parsed(extra.get("metadata")).items():
+    for key, value in mapping(extra.get("metadata")).items():
+        name = attribute_name(dialect.METADATA + key)
         if isinstance(value, str):
-            attributes[dialect.METADATA + key] = _utf8(value)
-        elif isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**63):
-            attributes[dialect.METADATA + key] = value
+            attributes[name] = _utf8(value)
         elif value is not None:
-            attributes[dialect.METADATA + key] = to_json(value)
+            attributes[name] = value if is_plain(value) else to_json(value)
     for column, name in (("prompt_tokens", c.INPUT_TOKENS), ("completion_tokens", c.OUTPUT_TOKENS)):
         if (count := number(row.get(column))) is not None and 0 < count < 2**53:
             attributes[name] = int(count)
@@ -141,16 +143,6 @@ def _events(row: Mapping[str, Any]) -> Iterator[SpanEvent]:
     for event in told if isinstance(told, list) else ():
         if isinstance(event, Mapping) and isinstance(event.get("name"), str):
             yield SpanEvent(_utf8(event["name"]), nanoseconds(event.get("time")) or 0)
-
-
-def _parsed(value: Any) -> Mapping[str, Any]:
-    """An object, or the object that a string is the JSON of; else an empty one."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return {}
-    return value if isinstance(value, Mapping) else {}
 
 
 def _utf8(value: str) -> str:

@@ -1,8 +1,11 @@
 """Langfuse's exports: rows -> spans and scores."""
 
 import json
+from datetime import datetime
 from typing import Any
 
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,6 +94,26 @@ def test_an_export_says_what_the_sdk_said():
         assert abs(ours.start_ns - theirs.start_ns) < 1_000  # the export has microseconds
 
 
+def test_parquet_says_what_json_says(tmp_path):
+    texts = pa.map_(pa.string(), pa.string())
+    types = {"metadata": texts, "usage_details": pa.map_(pa.string(), pa.int64()), "tool_definitions": texts}
+    found = rows(FILES[0])
+    columns = {}
+    for name in found[0]:
+        values = [row[name] for row in found]
+        if name in types:
+            values = [list(value.items()) for value in values]
+        elif name in ("start_time", "end_time"):
+            values = [datetime.fromisoformat(value) for value in values]
+        if name != "cost_details":
+            columns[name] = pa.array(values, types.get(name))
+    pq.write_table(pa.table(columns), tmp_path / "observations.parquet")
+    table = pq.ParquetFile(tmp_path / "observations.parquet").read().to_pylist()
+    assert all(map(langfuse.is_row, table))
+    calls = calls_from_spans(span for row in table for span in langfuse.spans_of(row))
+    assert calls == calls_from_spans(spans(FILES[0]))
+
+
 def test_times_are_utc():
     (span,) = langfuse.spans_of(rows(FILES[0])[0])  # 2026-11-29 14:58:07.541282
     assert (span.start_ns, span.end_ns) == (1795964287_541282_000, 1795964287_573524_000)
@@ -124,6 +147,19 @@ def test_lone_surrogates_and_huge_numbers_are_given_back():
     ((stored,), *_) = decode_request(encode_request([span]))
     assert langfuse.original(stored) == row
     assert stored.name == "a?b"
+
+
+def test_names_that_are_no_utf_8_can_be_stored():
+    row = {**rows(FILES[0])[0], "a\ud800": 1, "metadata": {"b\ud800": "c\ud800"}}
+    (span,) = langfuse.spans_of(row)
+    ((stored,), *_) = decode_request(encode_request([span]))
+    assert langfuse.original(stored)["metadata"] == row["metadata"]
+
+
+def test_a_time_to_the_first_token_tells_of_a_stream():
+    row = {**rows(FILES[0])[0], "time_to_first_token": 0.01}
+    (call,) = calls_from_spans(langfuse.spans_of(row))
+    assert call.grade_reasons == ("stream was left early: choice 0",)
 
 
 def test_scores_of_traces_and_of_observations():

@@ -143,6 +143,13 @@ def test_a_stream_is_known_by_its_first_token():
     assert call.grade_reasons == ("stream was left early: choice 0",)
 
 
+def test_metadata_that_is_no_utf_8_can_be_stored():
+    row = {**rows("runs.jsonl")[0], "extra": {"metadata": {"a\ud800": "b\ud800", "c": 2**70, "d": [1]}}}
+    (span,) = langsmith.spans_of(row)
+    ((stored,), *_) = decode_request(encode_request([span]))
+    assert langsmith.original(stored) == row
+
+
 def test_feedback_is_of_a_trace_or_of_a_run():
     found = rows("feedback.jsonl")
     assert all(map(langsmith.is_row, found))
