@@ -51,6 +51,7 @@ _RESPONSES_ITEMS: Final = frozenset(
     {"message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "item_reference"}
 )
 _MESSAGE_KEYS: Final = frozenset({"content", "tool_calls", "function_call"})
+_MEDIUM: Final = "@@@langfuseMedia:"
 _CUT: Final = ('{"role"', '{"content"', '{"tool_calls"', '{"id"', '{"tools"', '{"messages"', "[{")
 """How JSON of messages begins, where text seldom does."""
 
@@ -90,6 +91,7 @@ def read(span: Span) -> Reading:
         conversation_id=told.conversation,
         purpose=Purpose.EMBEDDING if is_embedding else reading.purpose,
         error=_error(span),
+        text_losses=(*reading.text_losses, *_media(attributes)),
         faults=(*decoder.faults, *reading.faults),
         notes=(*reading.notes, *decoder.notes),
     )
@@ -294,6 +296,12 @@ def _is_full(reading: Reading, usage: Mapping[str, int]) -> bool:
     limit = reading.sampling.get("max_tokens")
     count = usage.get("output_tokens")
     return isinstance(limit, int) and count is not None and count >= limit
+
+
+def _media(attributes: Mapping[str, Any]) -> list[str]:
+    """What is said where Langfuse put a reference in place of bytes."""
+    count = sum(str(attributes.get(name, "")).count(_MEDIUM) for name in (INPUT, OUTPUT))
+    return [f"bytes of images, sound or files are not kept: {count} of them"] if count else []
 
 
 def _name(attributes: Mapping[str, Any], key: str) -> str | None:

@@ -217,6 +217,14 @@ def test_items_of_the_responses_api_are_turns():
     assert call.messages[1]["tool_calls"][0]["function"]["arguments"] == '{"at":1}'
 
 
+def test_images_that_langfuse_took_out_are_missed():
+    url = {"url": "@@@langfuseMedia:type=image/png|id=x1|source=base64_data_uri@@@"}
+    shown = [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]
+    call = the_call(input=json.dumps(shown))
+    assert call.grade is Grade.UNUSABLE
+    assert "bytes of images, sound or files are not kept: 1 of them" in call.grade_reasons
+
+
 def test_embeddings_are_calls_of_their_own_purpose():
     call = the_call(type="embedding", output="[0.1, 0.2]")
     assert (call.purpose, call.grade_reasons) == (Purpose.EMBEDDING, ("an embedding: nothing was sampled",))
