@@ -217,3 +217,16 @@ def test_junk_anywhere_in_a_row_raises_nothing_and_gives_spans_that_can_be_kept(
         assert isinstance(is_row(other), bool)
         encode_request(spans_of(other))
         list(scores_of(other))
+
+
+@pytest.mark.parametrize("shape", ["api", "dataframe", "otlpv1"])
+def test_calls_are_those_of_the_spans_that_were_sent(shape):
+    sent = {call.call_id: call for call in calls_from_spans(originals().values())}
+    calls = calls_from_spans(spans(shape).values())
+    assert len(calls) == 17
+    for call in calls:
+        original = sent[call.call_id]
+        assert (call.dialect, call.grade) == (original.dialect, original.grade)
+        assert (call.messages, call.choices) == (original.messages, original.choices)
+        assert (call.tools, call.prompt_token_ids) == (original.tools, original.prompt_token_ids)
+        assert (call.step_name, call.conversation_id) == (original.step_name, original.conversation_id)
