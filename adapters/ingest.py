@@ -1,4 +1,4 @@
-"""Files of traces -> store, with an honest account of what they are good for.
+"""Files of traces, and of other systems' exports -> store, with an honest account of what they are good for.
 
 Streams: messages are put into the store in small batches, and afterwards the calls
 of every trace that was touched are read back and graded, because the spans of a call
@@ -7,7 +7,8 @@ and their log records may be spread over lines and files.
 Invariants:
 * a broken line is counted with its number and never stops the rest;
 * nothing is left out in silence: calls in an unknown dialect, log records without a
-  span, messages of other signals and unusable calls are counted;
+  span, rows in an unknown format, scores that are no rewards, messages of other signals
+  and unusable calls are counted;
 * ingesting a file twice stores it once.
 """
 
@@ -18,13 +19,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from spangrad.adapters.calls import calls_from_spans, record_calls
 from spangrad.adapters.dialects import NO_DIALECT, recognise
+from spangrad.adapters.exports.rewards import put_scores
+from spangrad.adapters.exports.rows import Broken, Row, rows
 from spangrad.adapters.grading import reason_kind
 from spangrad.adapters.intake import Intake
 from spangrad.adapters.model_call import Purpose
-from spangrad.adapters.otlp_files import Broken, Skipped, messages
+from spangrad.adapters.otlp_files import Skipped, is_otlp, messages
+from spangrad.adapters.row_intake import RowIntake
 from spangrad.adapters.sessions import Rule, join_sessions
 from spangrad.store.base import Store
 
@@ -64,11 +69,25 @@ class IngestReport:
     """Calls by what keeps them from a better grade; a call may have several reasons."""
     joined_by: Mapping[str, int] = field(default_factory=dict)
     """Traces that go on from another one and are one rollout with it, by the rule that says so."""
+    rows: int = 0
+    """Rows of exports, those in an unknown format included."""
+    by_format: Mapping[str, int] = field(default_factory=dict)
+    """Rows of exports by format."""
+    unknown_rows: int = 0
+    """Rows in a format that nobody here reads. They are not stored."""
+    unknown_row: str | None = None
+    """The first of them."""
+    scores: int = 0
+    """Scores, feedback and evaluations of exports."""
+    new_rewards: int = 0
+    """Rewards that they gave and the store did not have."""
+    scores_left_out: Mapping[str, int] = field(default_factory=dict)
+    """Scores that gave no reward, by reason."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Messages of other signals: `metrics`, `profiles`."""
     broken: Sequence[Broken] = ()
     broken_files: int = 0
-    """Files of which no message could be read."""
+    """Files of which nothing could be read: all is broken, or in a format that nobody here knows."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object."""
@@ -76,7 +95,7 @@ class IngestReport:
 
 
 def ingest(paths: Sequence[str | Path], store: Store, progress: Progress | None = None) -> IngestReport:
-    """Put the spans and log records of OTLP files into a store; of a folder, all files below it.
+    """Put what files tell of calls into a store: OTLP, and other systems' exports; of a folder, all below it.
 
     Raises:
         DialectError: A file can't be opened.
@@ -87,12 +106,16 @@ def ingest(paths: Sequence[str | Path], store: Store, progress: Progress | None 
     broken: list[Broken] = []
     skipped: Counter[str] = Counter()
     intake = Intake(store)
+    row_intake = RowIntake(intake)
     total = sum(file.stat().st_size for file in files if file.is_file())
-    before = 0
+    before = unknown = 0
     for path in files:
-        position, broken_before, good = 0, len(broken), False
-        for message, position in messages(path):
-            good = good or not isinstance(message, Broken)
+        position, good, bad = 0, False, 0
+        for read, position in messages(path) if is_otlp(path) else rows(path):
+            report.rows += isinstance(read, Row)
+            message = row_intake.add(path, read) if isinstance(read, Row) else read
+            is_bad = isinstance(message, Broken) or row_intake.unknown_rows > unknown
+            unknown, good, bad = row_intake.unknown_rows, good or not is_bad, bad + is_bad
             if isinstance(message, Broken):
                 broken.append(message)
             elif isinstance(message, Skipped):
@@ -100,19 +123,24 @@ def ingest(paths: Sequence[str | Path], store: Store, progress: Progress | None 
             elif isinstance(message, ExportLogsServiceRequest):
                 report.messages += 1
                 intake.add_logs(message)
-            else:
+            elif isinstance(message, ExportTraceServiceRequest):
                 report.messages += 1
                 intake.add_spans(message)
             if progress is not None:
                 progress(before + position, total)
-        report.broken_files += len(broken) > broken_before and not good
+        report.broken_files += bad > 0 and not good
         before += position
     intake.flush()
     report.spans, report.new_spans = intake.spans, intake.new_spans
     report.logs, report.new_logs, report.unclaimed_logs = intake.logs, intake.new_logs, intake.lone_logs
     report.traces, report.by_scope = len(intake.traces), dict(intake.by_scope)
     report.broken, report.skipped = tuple(broken), dict(skipped)
+    report.by_format, report.unknown_rows = dict(row_intake.by_format), row_intake.unknown_rows
+    report.unknown_row = row_intake.unknown_row
     _grade(store, list(intake.traces | intake.logged_traces), report)
+    scored = put_scores(store, row_intake.scores)
+    report.scores, report.new_rewards = len(row_intake.scores), scored.new_rewards
+    report.scores_left_out = dict(scored.left_out)
     return report
 
 

@@ -4,15 +4,23 @@ Knows sizes of batches and which traces were touched; knows no files and no form
 """
 
 from collections import Counter
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, Final
 
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from spangrad.errors import StoreError
 from spangrad.store.base import Store
+from spangrad.store.otlp import encode_request
+from spangrad.store.records import Span, SpanEvent
+from spangrad.tracer.conventions import storable
 
 BATCH_SPANS: Final = 1000
 BATCH_BYTES: Final = 4 * 2**20
+TRACE_ID_DIGITS: Final = 32
+SPAN_ID_DIGITS: Final = 16
 
 
 class Intake:
@@ -62,6 +70,19 @@ class Intake:
         if self._waiting_logs >= BATCH_SPANS or self._log_bytes >= BATCH_BYTES:
             self._flush_logs()
 
+    def add_made(self, spans: Iterable[Span]) -> str | None:
+        """Take in spans that were made of a row. Returns what is wrong with them, if they can't be kept."""
+        made = list(spans)
+        for span in made:
+            if len(span.trace_id) != TRACE_ID_DIGITS or len(span.span_id) != SPAN_ID_DIGITS:
+                return f"bad ids: {span.trace_id!r} and {span.span_id!r}; expected 32 and 16 hex digits"
+        try:
+            request = _encoded(made)
+        except (ValueError, TypeError, StoreError) as error:
+            return f"it can't be kept as a span: {error}"
+        self.add_spans(ExportTraceServiceRequest.FromString(request))
+        return None
+
     def flush(self) -> None:
         """Put what was collected into the store."""
         self._flush_spans()
@@ -78,3 +99,27 @@ class Intake:
             self.new_logs += self._store.put_logs(self._logs.SerializeToString())
         self._logs = ExportLogsServiceRequest()
         self._waiting_logs = self._log_bytes = 0
+
+
+def _encoded(spans: Sequence[Span]) -> bytes:
+    try:
+        return encode_request(spans)
+    except (ValueError, TypeError, StoreError):  # rare: look at every value only then
+        return encode_request([_kept(span) for span in spans])
+
+
+def _kept(value: Any) -> Any:
+    """A span, or a value of it, with what OTLP has no form for as text: lone surrogates, long ints, dates."""
+    if isinstance(value, Span | SpanEvent):
+        return replace(value, **{field.name: _kept(getattr(value, field.name)) for field in fields(value)})
+    if isinstance(value, str):
+        return storable(value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | bytes | bytearray):
+        return value
+    if isinstance(value, Mapping):
+        return {storable(str(key)): _kept(each) for key, each in value.items()}
+    if isinstance(value, Sequence):
+        return [_kept(each) for each in value]
+    return str(value)

@@ -3,7 +3,8 @@
 Reads what the OpenTelemetry Collector's file exporter writes: JSON lines (one export
 request a line), length-delimited protobuf (4 bytes big-endian before each message),
 either of them compressed message by message with zstd; and a file that is a single
-request, protobuf or JSON. It knows framing; it does not know dialects or tables.
+request, protobuf or JSON; each also packed as a whole with gzip or zstd. It knows
+framing; it does not know dialects or tables.
 
 Invariants:
 * one message at a time is in memory;
@@ -12,6 +13,7 @@ Invariants:
 """
 
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,23 +24,18 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from spangrad.adapters.exports.rows import PARQUET_MAGIC, Broken, Row, unpacked
 from spangrad.errors import DialectError, StoreError
 from spangrad.store.otlp import json_logs_to_protobuf, json_to_protobuf
 
 ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+HEAD_BYTES: Final = 64 * 2**10
+PACKING_ERRORS: Final = (EOFError, OSError, zlib.error, pa.ArrowException)
+_BLANK: Final = b"\xef\xbb\xbf \t\r\n"
+_MARKS: Final = (b'"resourceSpans"', b'"resourceLogs"', b'"resourceMetrics"', b'"resourceProfiles"')
 TRACE_ID_BYTES: Final = 16
 SPAN_ID_BYTES: Final = 8
 OTHER_SIGNALS: Final = {"resourceMetrics": "metrics", "resourceProfiles": "profiles"}
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A message that could not be read."""
-
-    path: str
-    line: int
-    """Line of a JSON file, number of the message in a protobuf file; from 1."""
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,8 @@ class Skipped:
     signal: str
 
 
-Message = ExportTraceServiceRequest | ExportLogsServiceRequest | Broken | Skipped
+Message = ExportTraceServiceRequest | ExportLogsServiceRequest | Broken | Skipped | Row
+"""A `Row` is a JSON object that is no OTLP."""
 
 
 def messages(path: Path) -> Iterator[tuple[Message, int]]:
@@ -57,45 +55,76 @@ def messages(path: Path) -> Iterator[tuple[Message, int]]:
     Raises:
         DialectError: The file can't be opened.
     """
+    with _opened(path) as file:
+        head = unpacked(file).read(64)
+        content = unpacked(file)
+        try:
+            if head.lstrip(_BLANK)[:1] in (b"{", b"") and not head.startswith(b"\x00"):
+                found = _json_lines(path, content)
+            elif int.from_bytes(head[:4], "big") > 0 and (content is not file or _fits(path, head)):
+                found = _length_delimited(path, content)
+            else:
+                found = iter([_parse(path, 1, content.read())])
+            for message in found:
+                yield message, file.tell()
+        except PACKING_ERRORS as error:
+            yield Broken(str(path), 1, f"broken compression: {error}"), file.tell()
+
+
+def is_otlp(path: Path) -> bool:
+    """Whether a file is to be read as OTLP: JSON lines that begin so, or no JSON and no Parquet at all.
+
+    Raises:
+        DialectError: The file can't be opened.
+    """
+    with _opened(path) as file:
+        try:
+            head = unpacked(file).read(HEAD_BYTES)
+        except PACKING_ERRORS:
+            return False
+    first = head.lstrip(_BLANK)[:1]
+    if first == b"{" and not head.startswith(b"\x00"):
+        return any(mark in head for mark in _MARKS)
+    return first not in (b"", b"[") and not head.startswith(PARQUET_MAGIC)
+
+
+def parse_json(path: Path, number: int, line: bytes) -> Message:
+    """One request in JSON; a `Row` if it is another object."""
+    return _parse_json(path, number, line)
+
+
+def _opened(path: Path) -> BinaryIO:
     try:
-        file = path.open("rb")
+        return path.open("rb")
     except OSError as error:
         raise DialectError(
-            f"can't read {str(path)!r}: {error.strerror}; expected a file of OTLP traces"
+            f"can't read {str(path)!r}: {error.strerror}; expected a file of traces"
         ) from error
-    with file:
-        head = file.read(64)
-        file.seek(0)
-        if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"") and not head.startswith(b"\x00"):
-            yield from _json_lines(path, file)
-        elif 0 < int.from_bytes(head[:4], "big") <= path.stat().st_size - 4:
-            yield from _length_delimited(path, file)
-        else:
-            yield _parse(path, 1, file.read()), file.tell()
 
 
-def _json_lines(path: Path, file: BinaryIO) -> Iterator[tuple[Message, int]]:
+def _fits(path: Path, head: bytes) -> bool:
+    return int.from_bytes(head[:4], "big") <= path.stat().st_size - 4
+
+
+def _json_lines(path: Path, file: BinaryIO) -> Iterator[Message]:
     for number, line in enumerate(file, start=1):
         line = line.removeprefix(b"\xef\xbb\xbf").strip()
         if number == 1 and line == b"{":
-            yield _parse_json(path, number, line + file.read()), file.tell()
+            yield _parse_json(path, number, line + file.read())
         elif line:
-            yield _parse_json(path, number, line), file.tell()
+            yield _parse_json(path, number, line)
 
 
-def _length_delimited(path: Path, file: BinaryIO) -> Iterator[tuple[Message, int]]:
+def _length_delimited(path: Path, file: BinaryIO) -> Iterator[Message]:
     number = 0
     while header := file.read(4):
         number += 1
         length = int.from_bytes(header, "big")
         body = file.read(length)
         if len(header) < 4 or len(body) < length:
-            yield (
-                Broken(str(path), number, f"cut short: {len(body)} of {length} bytes are there"),
-                file.tell(),
-            )
+            yield Broken(str(path), number, f"cut short: {len(body)} of {length} bytes are there")
             return
-        yield _parse(path, number, body), file.tell()
+        yield _parse(path, number, body)
 
 
 def _parse(path: Path, number: int, body: bytes) -> Message:
@@ -148,9 +177,10 @@ def _other_signal(path: Path, number: int, line: bytes) -> Message:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
         return Broken(str(path), number, f"invalid JSON: {error}")
-    names = content if isinstance(content, dict) else ()
-    signal = next((OTHER_SIGNALS[name] for name in names if name in OTHER_SIGNALS), None)
-    return Skipped(signal) if signal else Broken(str(path), number, "no OTLP request: no `resourceSpans`")
+    if not isinstance(content, dict):
+        return Broken(str(path), number, f"no object: {content!r:.40}")
+    signal = next((OTHER_SIGNALS[name] for name in content if name in OTHER_SIGNALS), None)
+    return Skipped(signal) if signal else Row(number, content)
 
 
 def _checked(path: Path, number: int, request: ExportTraceServiceRequest) -> Message:

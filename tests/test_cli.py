@@ -353,7 +353,8 @@ def test_ingest_fails_only_if_every_file_is_broken(tmp_path: Path) -> None:
     (tmp_path / "good.pb").write_bytes(recorded("r-1", 1))
     both = spangrad("ingest", "broken.jsonl", "good.pb", "--store", "new.duckdb", cwd=tmp_path)
     assert both.returncode == 0
-    assert "broken: broken.jsonl:2: " in both.stderr
+    assert "broken: broken.jsonl:1: " in both.stderr
+    assert 'unknown: 1 rows in a format that is not read, kept out; broken.jsonl:2: {"a": 1}' in both.stderr
 
 
 def test_ingest_says_what_the_calls_are_good_for(tmp_path: Path) -> None:

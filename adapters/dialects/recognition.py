@@ -7,10 +7,12 @@ wrote is counted instead of overlooked.
 from collections.abc import Mapping
 from typing import Final
 
+from spangrad.adapters.dialects.agent_lightning import AGENT_LIGHTNING
 from spangrad.adapters.dialects.dialect import Dialect
 from spangrad.adapters.dialects.genai_events import GENAI_EVENTS
 from spangrad.adapters.dialects.genai_generic import GENAI_GENERIC
 from spangrad.adapters.dialects.genai_legacy import GENAI_LEGACY
+from spangrad.adapters.dialects.imported import PLAIN_CHAT
 from spangrad.adapters.dialects.langfuse import LANGFUSE
 from spangrad.adapters.dialects.langsmith import LANGSMITH
 from spangrad.adapters.dialects.litellm import LITELLM
@@ -28,7 +30,8 @@ NO_DIALECT: Final = "no dialect"
 
 IN_ORDER: Final[tuple[Dialect, ...]] = (
     # Marks that only they have.
-    *(SPANGRAD, OPENINFERENCE, LANGFUSE, MLFLOW, LANGSMITH, LITELLM, LOGFIRE, PYDANTIC_AI, VLLM_SERVER),
+    *(SPANGRAD, PLAIN_CHAT, AGENT_LIGHTNING, OPENINFERENCE, LANGFUSE, MLFLOW, LANGSMITH, LITELLM),
+    *(LOGFIRE, PYDANTIC_AI, VLLM_SERVER),
     # The conventions of one year or another; the ones above use them, too.
     *(OPENLLMETRY_LEGACY, OPENLLMETRY, GENAI_LEGACY, GENAI_EVENTS, GENAI_GENERIC, OTEL_GENAI),
 )

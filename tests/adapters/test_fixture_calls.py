@@ -21,6 +21,8 @@ TOLD_TWICE = {
     "openinference_langchain_plus_openai/multi_turn": 4,  # a framework's and a client's span for each
 }
 """Files with more spans that tell of calls than calls, and how many calls those are."""
+
+
 def expected(name: str) -> int:
     folder, case = name.split("/")
     count = TOLD_TWICE.get(name, IN_EACH[folder][case]["model_call_spans"])

@@ -69,8 +69,9 @@ def test_a_broken_line_is_counted_with_its_number_and_the_rest_is_read(store, tm
     file = tmp_path / "traces.jsonl"
     file.write_text("\n".join([lines[0], '{"resourceSpans": [{', bad_id, "[1]", '{"x": 1}', "", lines[2]]))
     report = ingest([file], store)
-    assert [broken.line for broken in report.broken] == [2, 3, 4, 5]
+    assert [broken.line for broken in report.broken] == [2, 3, 4]
     assert (report.spans, report.calls) == (2, 2)
+    assert (report.unknown_rows, report.unknown_row) == (1, f'{file}:5: {{"x": 1}}')
 
 
 def test_ids_survive_the_way_through_json(store):

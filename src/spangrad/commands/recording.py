@@ -46,7 +46,10 @@ def run(
 
 
 def ingest(
-    paths: Annotated[list[Path], typer.Argument(help="Files of OTLP spans: JSON, JSON lines or protobuf.")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(help="Files or folders: OTLP (JSON, JSON lines, protobuf), exports (JSON, Parquet)."),
+    ],
     store: StoreOption = DEFAULT_STORE,
     key: KeyOption = None,
     as_json: JsonOption = False,
@@ -56,6 +59,10 @@ def ingest(
     Calls are read that follow OpenTelemetry's GenAI conventions, 1.37 and
     later, with messages as JSON attributes, and spangrad's own. All spans
     are stored as they are; calls told in another way are only counted.
+
+    Log records are stored beside the spans that they belong to. Exports of
+    other systems are known by their rows: plain OpenAI chat and request logs,
+    Agent Lightning. Their scores become rewards, by the author of your key.
 
     Every model call gets a grade (exact, ids, text, unusable) and the
     reasons why it is not better. Reading a file twice stores it once.
@@ -67,10 +74,11 @@ def ingest(
     if as_json:
         print_json([found.to_json()])
     if found.files and found.broken_files == found.files:
-        first = found.broken[0]
+        broken = [f"{each.path}:{each.line}: {each.reason}" for each in found.broken]
+        first = next(iter(broken), f"no known format: {found.unknown_row}")
         raise DialectError(
-            f"nothing could be read from {', '.join(map(str, paths))}: {first.path}:{first.line}:"
-            f" {first.reason}; expected OTLP traces as JSON, JSON lines or protobuf"
+            f"nothing could be read from {', '.join(map(str, paths))}: {first};"
+            " expected OTLP traces, or an export, as JSON, JSON lines, protobuf or Parquet"
         )
     if not as_json:
         _print_report(found)
@@ -82,11 +90,17 @@ def _print_report(found: "IngestReport") -> None:
     rows: list[dict[str, Any]] = []
     for name, value in found.to_json().items():
         name = name.removeprefix("by_")
+        if value is None or isinstance(value, str):
+            continue
         if isinstance(value, Mapping):
             rows += [{"what": name, "which": which, "count": count} for which, count in value.items()]
         else:
             rows.append({"what": name, "count": len(value) if isinstance(value, list | tuple) else value})
     print_rows(("what", "which", "count"), rows, right=("count",))
+    if found.unknown_row is not None:
+        note(
+            f"unknown: {found.unknown_rows} rows in a format that is not read, kept out; {found.unknown_row}"
+        )
     for line in found.broken[:_BROKEN_SHOWN]:
         note(f"broken: {line.path}:{line.line}: {line.reason}")
     if len(found.broken) > _BROKEN_SHOWN:
@@ -98,6 +112,9 @@ def _tell_no_calls(found: "IngestReport") -> None:
     shown = ", ".join(f"{cell(name) or 'no name'} ({count})" for name, count in scopes[:_SCOPES_SHOWN])
     others = len(scopes) - _SCOPES_SHOWN
     seen = f" of these scopes: {shown}{f' and {others} more' if others > 0 else ''}" if scopes else ""
+    seen += f", and from {found.rows} rows, of which {found.unknown_rows} are in no known format" * bool(
+        found.rows
+    )
     unread = sum(found.by_dialect.values())
     calls = f"; {unread} of them are model calls in a dialect that is not read" if unread else ""
     note(
