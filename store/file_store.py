@@ -23,14 +23,17 @@ from spangrad.store.records import (
     RolloutStatus,
     Span,
     Update,
+    event_name,
 )
 from spangrad.store.schema import TABLES
 from spangrad.store.tables import ledger, queue, sessions
 from spangrad.store.tables.database import OUTAGES, Database, store_error
+from spangrad.store.tables.evaluations import reward_by_records
 from spangrad.store.tables.logs import insert_logs, read_logs
 from spangrad.store.tables.query import ROW_LIMIT, TIMEOUT_S, run_query
 from spangrad.store.tables.rewards import put_rewards, select_rewards
 from spangrad.store.tables.spans import SpanWriter, read_spans
+from spangrad.tracer.conventions import REWARD_EVENT
 from spangrad.tracer.journal import recover
 from spangrad.tracer.spool import Spool
 
@@ -107,7 +110,12 @@ class FileStore:
         """Store an OTLP `ExportLogsServiceRequest` (protobuf). Returns how many records were new."""
         records = decode_logs(request)
         with self._database.transaction() as con:
-            return len(insert_logs(con, records, author))
+            new = insert_logs(con, records, author)
+            judging = [log_id for log_id, record in new.items() if event_name(record) == REWARD_EVENT]
+            if judging:
+                self._writer.await_judged()
+                reward_by_records(con, judging)
+            return len(new)
 
     def logs(
         self, rollout_ids: Sequence[str] | None = None, *, trace_ids: Sequence[str] | None = None

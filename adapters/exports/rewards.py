@@ -1,7 +1,7 @@
 """Scores of exports -> rewards in a store.
 
-Knows where a score belongs: the rollout of its span or trace; a trace that names no rollout is one, under
-its own id. Knows no files.
+Knows where a score belongs: the rollout that its span or trace names, or the session that its trace is in; a
+trace of neither is a rollout under its own id. Knows no files.
 
 Invariants: the author of a reward is whoever's key it comes with, whatever the export says; a label without a
 number is no reward; every score that gives none is counted with the reason.
@@ -22,6 +22,8 @@ NO_NUMBER: Final = "no number"
 NO_TRACE: Final = "no such trace"
 NO_SPAN: Final = "no such span"
 MANY_ROLLOUTS: Final = "several rollouts in the trace"
+
+_SPANS: Final = "spans s LEFT JOIN sessions n ON n.trace_id = s.trace_id"
 
 _Place = tuple[str, int | None, str | None]
 """(rollout id, attempt, call id)."""
@@ -77,7 +79,10 @@ def _places(store: Store, scores: Sequence[Score]) -> dict[tuple[str, str | None
     """Where scores belong, or why nowhere."""
     traces = sorted({score.trace_id for score in scores})
     owners: dict[str, set[tuple[str, int | None]]] = {}
-    sql = "SELECT DISTINCT trace_id, rollout_id, attempt FROM spans WHERE trace_id IN (SELECT unnest(?))"
+    sql = (
+        "SELECT DISTINCT s.trace_id, coalesce(s.rollout_id, n.rollout_id) AS rollout_id, s.attempt "
+        f"FROM {_SPANS} WHERE s.trace_id IN (SELECT unnest(?))"
+    )
     for row in store.query(sql, [traces]):
         owner = owners.setdefault(row["trace_id"], set())
         if row["rollout_id"] is not None:
@@ -101,8 +106,8 @@ def _spans(store: Store, traces: Sequence[str], span_ids: Sequence[str]) -> list
     if not span_ids:
         return []
     sql = (
-        "SELECT trace_id, span_id, parent_span_id, rollout_id, attempt, "
-        "(trace_id, span_id) IN (SELECT (trace_id, span_id) FROM calls WHERE trace_id IN (SELECT unnest(?))) "
-        "AS is_call FROM spans WHERE trace_id IN (SELECT unnest(?)) AND span_id IN (SELECT unnest(?))"
+        "SELECT s.trace_id, s.span_id, s.parent_span_id, coalesce(s.rollout_id, n.rollout_id) AS rollout_id, "
+        "s.attempt, EXISTS (SELECT 1 FROM calls WHERE call_id = s.trace_id || '-' || s.span_id) AS is_call "
+        f"FROM {_SPANS} WHERE s.trace_id IN (SELECT unnest(?)) AND s.span_id IN (SELECT unnest(?))"
     )
-    return store.query(sql, [list(traces), list(traces), list(span_ids)])
+    return store.query(sql, [list(traces), list(span_ids)])

@@ -21,6 +21,11 @@ from spangrad.tracer.conventions import REWARD_EVENT
 
 READ_ROWS: Final = 1000
 _JSON: Final = ("body", "attributes", "scope_attributes", "resource")
+_OF_ROLLOUTS: Final = (
+    "(trace_id, span_id) IN (SELECT trace_id, span_id FROM spans WHERE "
+    "rollout_id IN (SELECT unnest(?::VARCHAR[])) OR (rollout_id IS NULL AND trace_id IN "
+    "(SELECT trace_id FROM sessions WHERE rollout_id IN (SELECT unnest(?::VARCHAR[])))))"
+)
 _PLAIN: Final = (
     *("trace_id", "span_id", "time_ns", "observed_ns", "event_name", "severity_number", "severity_text"),
     *("scope", "scope_version", "schema_url", "resource_schema_url", "flags", "dropped_attributes"),
@@ -29,17 +34,17 @@ _PLAIN: Final = (
 
 def insert_logs(
     con: duckdb.DuckDBPyConnection, records: Sequence[LogRecord], author: RewardAuthor
-) -> list[LogRecord]:
-    """Store records that came with this author's key. Returns those that were new."""
+) -> dict[str, LogRecord]:
+    """Store records that came with this author's key. Returns those that were new, by `log_id`."""
     rows = [_row(record, author) for record in records]
     by_id = {row["log_id"]: (row, record) for row, record in zip(rows, records, strict=True)}
     if not by_id:
-        return []
+        return {}
     sql = "SELECT log_id FROM logs WHERE log_id IN (SELECT unnest(?::VARCHAR[]))"
     for (known,) in con.execute(sql, [list(by_id)]).fetchall():
         del by_id[known]
     insert_rows(con, LOGS, [row for row, _ in by_id.values()])
-    return [record for _, record in by_id.values()]
+    return {log_id: record for log_id, (_, record) in by_id.items()}
 
 
 def read_logs(
@@ -51,9 +56,8 @@ def read_logs(
     if database.read_only and not _has_table(database):
         return
     if rollout_ids is not None:
-        spans = "SELECT trace_id, span_id FROM spans WHERE rollout_id IN (SELECT unnest(?::VARCHAR[]))"
-        conditions.append(f"(trace_id, span_id) IN ({spans})")
-        parameters.append(list(rollout_ids))
+        conditions.append(_OF_ROLLOUTS)
+        parameters += [list(rollout_ids), list(rollout_ids)]
     if trace_ids is not None:
         conditions.append("trace_id IN (SELECT unnest(?::VARCHAR[]))")
         parameters.append(list(trace_ids))

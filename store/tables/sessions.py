@@ -18,6 +18,7 @@ import duckdb
 from spangrad.errors import StoreError
 from spangrad.store.records import RECORDED_SPLIT
 from spangrad.store.schema import CALL_KEYS, ROLLOUTS, SESSIONS
+from spangrad.store.tables.evaluations import reward_by_sessions
 from spangrad.store.tables.rows import insert_rows, select_dicts
 
 _RELATED = """
@@ -67,6 +68,7 @@ def join_traces(con: duckdb.DuckDBPyConnection, groups: Sequence[Sequence[str]])
             [list(changed)],
         )
         _record(con, sorted(set(changed.values()) | set(moved.values())))
+        reward_by_sessions(con, list(changed))
     return len(changed)
 
 

@@ -17,6 +17,7 @@ from spangrad.store.records import Reward, RewardAuthor, Span, SpanEvent
 from spangrad.store.schema import MESSAGES, SPANS
 from spangrad.store.tables.compact import Compactor
 from spangrad.store.tables.database import Database
+from spangrad.store.tables.evaluations import has_evaluations, is_rewarded, reward_by_spans
 from spangrad.store.tables.expand import (
     BASE_COLUMNS,
     Expander,
@@ -34,7 +35,6 @@ from spangrad.tracer import conventions
 logger = logging.getLogger(__name__)
 
 READ_ROWS = 1000
-MODEL_OPERATIONS = frozenset({"chat", "text_completion", "generate_content"})
 
 
 class SpanWriter:
@@ -45,6 +45,12 @@ class SpanWriter:
         self._database = database
         self._compactor = Compactor()
         self._lineage = Lineage()
+        self._are_judged: bool | None = None
+        """Whether log records in the file may judge spans that come; None: not looked up yet."""
+
+    def await_judged(self) -> None:
+        """From now on, look for records that judge the spans that come."""
+        self._are_judged = True
 
     def put(self, batches: Sequence[Sequence[Span]]) -> list[int]:
         """Store batches in one transaction. Returns how many spans of each were new."""
@@ -78,6 +84,10 @@ class SpanWriter:
         owned = [(span, admission.owners.get((span.trace_id, span.span_id))) for span in fresh]
         record_rollouts(con, [(span, owner) for span, owner in owned if owner])
         insert_rewards(con, _event_rewards(con, fresh, admission))
+        if self._are_judged is None:
+            self._are_judged = has_evaluations(con)
+        if self._are_judged and (fresh or admission.settled_earlier):
+            reward_by_spans(con, fresh, [trace_id for trace_id, _ in admission.settled_earlier])
         return admission.is_new
 
 
@@ -136,7 +146,7 @@ def _event_rewards(
         if span.events and (owner := admission.owners.get(key)):
             operation = span.attributes.get(conventions.OPERATION_NAME)
             role = span.attributes.get(conventions.SPAN_ROLE)
-            rewards += _rewards_of(key, owner, _is_rewarded(operation, role), span.events)
+            rewards += _rewards_of(key, owner, is_rewarded(operation, role), span.events)
     if admission.settled_earlier:
         trace_ids = sorted({trace_id for trace_id, _ in admission.settled_earlier})
         for row in con.execute(
@@ -146,13 +156,8 @@ def _event_rewards(
         ).fetchall():
             if owner := admission.settled_earlier.get((row[0], row[1])):
                 events = events_from_json(row[4])
-                rewards += _rewards_of((row[0], row[1]), owner, _is_rewarded(row[2], row[3]), events)
+                rewards += _rewards_of((row[0], row[1]), owner, is_rewarded(row[2], row[3]), events)
     return rewards
-
-
-def _is_rewarded(operation: Any, role: Any) -> bool:
-    """Whether a reward on such a span is for the call or step that it is, and not for the rollout."""
-    return operation in MODEL_OPERATIONS or role == "step"
 
 
 def _rewards_of(

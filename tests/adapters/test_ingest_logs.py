@@ -13,7 +13,7 @@ from spangrad.adapters.ingest import ingest
 from spangrad.adapters.log_events import BODY, with_logs
 from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import decode_logs, encode_logs, json_logs_to_protobuf, json_to_protobuf
-from spangrad.store.records import LogRecord
+from spangrad.store.records import LogRecord, RewardAuthor
 from tests.adapters.captured import FIXTURES, captured
 
 LEGACY = FIXTURES / "openai_v2_legacy" / "multi_turn.otlp.jsonl"
@@ -113,3 +113,42 @@ def test_a_broken_line_of_logs_costs_no_other(store, tmp_path):
     report = ingest([file], store)
     assert [broken.line for broken in report.broken] == [len(lines) + 1, len(lines) + 2]
     assert report.logs == len(logs_in(LEGACY))
+
+
+@pytest.mark.parametrize(
+    "order", [("traces", "evaluation_results.logs"), ("evaluation_results.logs", "traces")]
+)
+def test_evaluations_of_traces_that_name_no_rollout_are_rewards_of_their_session(store, order):
+    for name in order:
+        ingest([COLLECTOR / f"{name}.jsonl"], store)
+    judged = {
+        f"{log.trace_id}-{log.span_id}": log for log in logs_in(COLLECTOR / "evaluation_results.logs.jsonl")
+    }
+    rollouts = {call.call_id: call.rollout_id for call in calls_of(store)}
+    assert {(r.rollout_id, r.call_id, r.name, r.value) for r in store.rewards()} == {
+        (rollouts[call_id], call_id, "task_success", log.attributes["gen_ai.evaluation.score.value"])
+        for call_id, log in judged.items()
+    }
+    ingest([COLLECTOR / "traces.jsonl", COLLECTOR / "evaluation_results.logs.jsonl"], store)
+    assert len(store.rewards()) == 2
+
+
+def test_an_evaluation_that_names_a_response_alone_finds_its_call(store, tmp_path):
+    [first, *_] = calls_from_spans(captured("genai_openai/multi_turn"))
+    attributes = {"gen_ai.response.id": first.response_id, "gen_ai.evaluation.score.value": 0.25}
+    file = tmp_path / "verdict.pb"
+    file.write_bytes(
+        encode_logs([LogRecord(None, None, 5, 5, "gen_ai.evaluation.result", attributes=attributes)])
+    )
+    ingest([FIXTURES / "genai_openai" / "multi_turn.otlp.jsonl", file], store)
+    [reward] = store.rewards()
+    assert (reward.call_id, reward.rollout_id, reward.value) == (first.call_id, first.trace_id, 0.25)
+
+
+def test_an_agents_verdict_gets_no_other_author_by_ingesting(store):
+    logs = COLLECTOR / "evaluation_results.logs.jsonl"
+    store.put_logs(json_logs_to_protobuf(logs.read_bytes()), author=RewardAuthor.AGENT)
+    ingest([COLLECTOR / "traces.jsonl"], store)
+    assert [reward.author for reward in store.rewards()] == [RewardAuthor.AGENT] * 2
+    ingest([logs], store)  # the operator's own
+    assert [reward.author for reward in store.rewards()].count(RewardAuthor.OPERATOR) == 2
