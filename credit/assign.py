@@ -64,8 +64,9 @@ class CreditConfig:
             raise ConfigError(f"gamma is {self.gamma!r}; expected 0 to 1")
         if self.ddof not in (0, 1):
             raise ConfigError(f"ddof is {self.ddof!r}; expected 0 or 1")
-        if not self.step_weight >= 0 or not self.eps >= 0:
-            raise ConfigError(f"step_weight is {self.step_weight!r}, eps {self.eps!r}; expected 0 or more")
+        for name in ("step_weight", "eps"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected 0 or more")
 
 
 @dataclass(frozen=True, slots=True)

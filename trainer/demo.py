@@ -25,7 +25,7 @@ from spangrad.errors import ConfigError
 from spangrad.store import open_store
 from spangrad.store.base import Store
 from spangrad.trainer.cluster import start_learner, start_ray
-from spangrad.trainer.config import TrainConfig, build, to_dict
+from spangrad.trainer.config import TrainConfig, build, build_run, to_dict
 from spangrad.trainer.evaluation import Evaluation, evaluate, values_of
 from spangrad.trainer.loop import Metrics, train
 from spangrad.trainer.policies.warm_start import WarmStart, WarmStartConfig, warm_start
@@ -258,7 +258,7 @@ def _load(example: Path, options: DemoOptions, folder: Path) -> tuple[WarmStartC
     run = {**raw.get("run", {}), "seed": options.seed, "folder": str(folder / "runs")}
     if options.updates is not None:
         run["updates"] = options.updates
-    config = build(TrainConfig, {**raw, "run": run, "base_dir": str(example)}, where=str(file))
+    config = build_run({**raw, "run": run}, example, where=str(file))
     # Every seed is measured on held-out tasks of its own.
     evaluation = dataclasses.replace(config.eval, seed=config.eval.seed + options.seed)
     return warm, dataclasses.replace(config, eval=evaluation)
