@@ -1,0 +1,130 @@
+"""What the listing commands show, and how they say that there is nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spangrad.store import open_store
+from spangrad.store.records import Reward, Rollout
+from tests.command_line import PROMPT, SAMPLED, ingested, listed, recorded, spangrad
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two finished rollouts of one task, rewarded 1 and 0."""
+    path = str(tmp_path_factory.mktemp("store") / "store.duckdb")
+    opened = open_store(path)
+    ids = ("r-1", "r-2")
+    opened.enqueue([Rollout(rollout_id, task_id="sum", group_id="g", run_id="run-a") for rollout_id in ids])
+    for number, rollout in enumerate(opened.claim(worker="w", limit=2), start=1):
+        opened.put_otlp(recorded(rollout.rollout_id, number))
+        opened.finish(rollout.rollout_id, rollout.attempt, output="4")
+    opened.put_rewards([Reward("r-1", 1.0), Reward("r-2", 0.0)])
+    opened.close()
+    return path
+
+
+def test_rollouts_as_json_lines(store: str) -> None:
+    first, second = listed("rollouts", "--store", store, "--json")
+    assert first["rollout"] == "r-1"
+    assert first["task"] == "sum"
+    assert first["status"] == "succeeded"
+    assert (first["reward"], second["reward"]) == (1.0, 0.0)
+    assert first["calls"] == 1
+    assert first["trained_by_update"] is None
+
+
+def test_a_listing_into_a_pipe_is_plain_tab_separated(store: str) -> None:
+    done = spangrad("rollouts", env={"SPANGRAD_STORE": store})
+    head, first, _ = done.stdout.splitlines()
+    assert head.split("\t")[:3] == ["rollout", "task", "status"]
+    assert first.split("\t")[:7] == ["r-1", "sum", "succeeded", "0", "1", "1", "-"]
+
+
+def test_rollouts_answer_sql(store: str) -> None:
+    rows = listed("rollouts", "--store", store, "--json", "--sql", "SELECT count(*) AS n FROM rollouts")
+    assert rows == [{"n": 2}]
+    done = spangrad("rollouts", "--store", store, "--sql", "DROP TABLE rollouts")
+    assert done.returncode == 1
+    assert done.stderr.startswith("spangrad: ")
+
+
+def test_calls_show_the_engines_ids_and_the_grade(store: str) -> None:
+    (call,) = listed("calls", "--store", store, "--rollout", "r-1", "--json")
+    assert call["grade"] == "exact", call["grade_reasons"]
+    assert call["prompt_token_ids"] == PROMPT
+    assert call["sampled_token_ids"] == SAMPLED
+
+
+def test_transitions_mask_exactly_the_sampled_ids(store: str) -> None:
+    (row,) = listed("transitions", "--store", store, "--rollout", "r-1", "--json")
+    assert row["token_ids"] == PROMPT + SAMPLED
+    assert [i for i, m in zip(row["token_ids"], row["action_mask"], strict=True) if m] == SAMPLED
+    (segment,) = row["segments"]
+    assert (segment["start"], segment["stop"]) == (4, 7)
+    # Compared with the whole group, though only one member was asked for: 1 beats 0.
+    assert all(value > 0 for value in row["advantages"][4:])
+    assert row["advantages"][:4] == [None] * 4
+    assert row["loss_weight"] > 0
+
+
+def test_listing_no_such_rollout(store: str) -> None:
+    assert spangrad("calls", "--store", store, "--rollout", "r-9", "--json").stdout == ""
+    done = spangrad("transitions", "--store", store, "--rollout", "r-9")
+    assert done.returncode == 1
+    assert "spangrad rollouts" in done.stderr
+
+
+def test_calls_show_the_newest_and_say_how_many_are_left_out(store: str) -> None:
+    done = spangrad("calls", "--store", store, "--limit", "1", "--json")
+    (call,) = map(json.loads, done.stdout.splitlines())
+    assert call["rollout_id"] == "r-2"
+    assert done.stderr.splitlines() == ["the newest 1 of 2 calls, 1 left out; --limit 0 lists all"]
+    assert len(listed("calls", "--store", store, "--limit", "0", "--json")) == 2
+
+
+def test_calls_of_a_split(store: str) -> None:
+    assert len(listed("calls", "--store", store, "--split", "train", "--json")) == 2
+    assert listed("calls", "--store", store, "--split", "eval", "--json") == []
+    assert len(listed("calls", "--store", store, "--run", "run-a", "--rollout", "r-1", "--json")) == 1
+
+
+def test_calls_without_a_rollout_are_cloned_by_trace(tmp_path: Path) -> None:
+    target = ingested(tmp_path, recorded(None, 7))
+    refused = spangrad("transitions", "--store", target)
+    assert refused.returncode == 1
+    assert "1 model calls" in refused.stderr
+    assert "`spangrad transitions --clone`" in refused.stderr
+    (row,) = listed("transitions", "--store", target, "--clone", "--json")
+    assert row["rollout_id"] == (7).to_bytes(16, "big").hex()
+    assert row["token_ids"] == PROMPT + SAMPLED
+    assert row["advantages"][4:] == [1.0] * 3
+
+
+def test_calls_that_are_text_need_a_tokenizer_to_be_cloned(tmp_path: Path) -> None:
+    from tests.trainer.small_policy import make_tokenizer
+
+    target = ingested(tmp_path, recorded(None, 8, ids=False))
+    done = spangrad("transitions", "--store", target, "--clone", "--json")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "not trained, 1x: grade text, ids is needed" in done.stderr
+    assert "1 calls have no token ids, and only a tokenizer can make rows of them" in done.stderr
+    make_tokenizer().save_pretrained(str(tmp_path / "policy"))
+    rendered = ["--clone", "--tokenizer", str(tmp_path / "policy")]
+    (row,) = listed("transitions", "--store", target, *rendered, "--json")
+    assert row["grade"] == "text"
+    assert 0 < sum(row["action_mask"]) < len(row["token_ids"])
+    wrong = spangrad("transitions", "--store", target, "--clone", "--tokenizer", str(tmp_path / "no"))
+    assert wrong.returncode == 1
+    assert len(wrong.stderr.splitlines()) == 1
+    assert spangrad("transitions", "--store", target, *rendered[1:]).returncode == 1
+
+
+def test_a_reader_that_has_enough_is_no_error(store: str) -> None:
+    program = f"{sys.executable} -m spangrad calls --store {store} --json | head -c 10"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", program], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
