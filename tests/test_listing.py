@@ -128,3 +128,25 @@ def test_a_reader_that_has_enough_is_no_error(store: str) -> None:
     done = subprocess.run(["bash", "-o", "pipefail", "-c", program], capture_output=True, text=True)
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+LISTINGS = ("rollouts", "calls", "transitions")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", LISTINGS)
+def test_a_listing_reads_beside_another_reader(store: str, command: str) -> None:
+    with open_store(store, read_only=True):
+        done = spangrad(command, "--store", store, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize("command", LISTINGS)
+def test_a_listing_makes_no_store_of_an_empty_file(tmp_path: Path, command: str) -> None:
+    (tmp_path / "empty.duckdb").touch()
+    done = spangrad(command, "--store", "empty.duckdb", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert "empty.duckdb' is an empty file, no spangrad store" in line
+    assert [(file.name, file.stat().st_size) for file in tmp_path.iterdir()] == [("empty.duckdb", 0)]

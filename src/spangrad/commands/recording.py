@@ -62,7 +62,7 @@ def ingest(
     """
     from spangrad.adapters.ingest import ingest as ingest_files
 
-    with opened(store, key, must_exist=False) as target, _progress() as progress:
+    with opened(store, key, to_write=True) as target, _progress() as progress:
         found = ingest_files(paths, target, progress=progress)
     if as_json:
         print_json([found.to_json()])
