@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spangrad.adapters.calls import calls_of, record_calls
 from spangrad.credit.pipeline import CreditedBatch, credited_rows
 from spangrad.credit.transition import Transition
 from spangrad.errors import ConfigError, EmptyBatchError, StoreError
@@ -135,7 +134,6 @@ class Run:
             self.policy_version = update.policy_version
             self._weights = newest
             if committed is None or committed.update_index < update.update_index:
-                record_calls(self.store, calls_of(self.store, update.rollout_ids))
                 self.store.commit_update(dataclasses.replace(update, checkpoint=str(newest)))
         if committed is not None and committed.update_index >= self.update_index:
             raise StoreError(
@@ -234,7 +232,6 @@ class Run:
             record={"update": dataclasses.asdict(update)},
             keep=self.config.run.keep_checkpoints,
         )
-        record_calls(self.store, batch.calls)
         self.store.commit_update(dataclasses.replace(update, checkpoint=str(self._weights)))
         self.update_index += 1
         self.policy_version += 1

@@ -4,6 +4,7 @@ Knows the queue and Ray. Knows nothing of credit, learning or publishing.
 
 * Rollout ids are derived from run, update and place, so that enqueueing again after a
   crash adds nothing and what is finished is not run twice.
+* The calls of all these rollouts, whatever they are for, are in the table `calls` afterwards.
 * A rollout that a dead worker held becomes claimable when its lease runs out; until
   then `run_rollouts` waits for it.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 import ray
 
+from spangrad.adapters.calls import calls_of, record_calls
 from spangrad.errors import RolloutError
 from spangrad.store.base import Store
 from spangrad.store.keys import Keys
@@ -125,6 +127,7 @@ def run_rollouts(
         if on_progress is not None:
             on_progress(len(ended) - len(waiting), len(ids))
         if not waiting:
+            record_calls(store, calls_of(store, ids))
             return ended, reports
         if not any(_is_claimable(rollout) for rollout in waiting):
             held = {(rollout.rollout_id, rollout.attempt) for rollout in waiting}
