@@ -1,6 +1,7 @@
 """What the listing commands show, and how they say that there is nothing."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spangrad.store import open_store
-from spangrad.store.records import Reward, Rollout
+from spangrad.store.records import Reward, Rollout, RolloutStatus
 from tests.command_line import PROMPT, SAMPLED, ingested, listed, recorded, spangrad
 
 
@@ -71,13 +72,6 @@ def test_transitions_mask_exactly_the_sampled_ids(store: str) -> None:
     assert row["loss_weight"] > 0
 
 
-def test_listing_no_such_rollout(store: str) -> None:
-    assert spangrad("calls", "--store", store, "--rollout", "r-9", "--json").stdout == ""
-    done = spangrad("transitions", "--store", store, "--rollout", "r-9")
-    assert done.returncode == 1
-    assert "spangrad rollouts" in done.stderr
-
-
 def test_calls_show_the_newest_and_say_how_many_are_left_out(store: str) -> None:
     done = spangrad("calls", "--store", store, "--limit", "1", "--json")
     (call,) = map(json.loads, done.stdout.splitlines())
@@ -88,7 +82,6 @@ def test_calls_show_the_newest_and_say_how_many_are_left_out(store: str) -> None
 
 def test_calls_of_a_split(store: str) -> None:
     assert len(listed("calls", "--store", store, "--split", "train", "--json")) == 2
-    assert listed("calls", "--store", store, "--split", "eval", "--json") == []
     assert len(listed("calls", "--store", store, "--run", "run-a", "--rollout", "r-1", "--json")) == 1
 
 
@@ -150,3 +143,107 @@ def test_a_listing_makes_no_store_of_an_empty_file(tmp_path: Path, command: str)
     (line,) = done.stderr.splitlines()
     assert "empty.duckdb' is an empty file, no spangrad store" in line
     assert [(file.name, file.stat().st_size) for file in tmp_path.iterdir()] == [("empty.duckdb", 0)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", LISTINGS)
+@pytest.mark.parametrize(
+    ("option", "name", "says"),
+    [
+        ("--rollout", "r-22", "no rollout 'r-22' in .*; `spangrad rollouts` lists .*; did you mean 'r-2'"),
+        ("--run", "run-b", "no rollout of run 'run-b' in .*; known are run-a; did you mean 'run-a'"),
+        ("--split", "zzz", "no rollout of split 'zzz' in .*; known are train$"),
+    ],
+)
+def test_a_name_that_is_not_there_is_an_error_that_names_the_nearest(
+    store: str, command: str, option: str, name: str, says: str
+) -> None:
+    done = spangrad(command, "--store", store, option, name, "--json")
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert re.search(says, line), line
+
+
+def test_one_unknown_rollout_among_known_ones_is_an_error(store: str) -> None:
+    done = spangrad("calls", "--store", store, "-r", "r-1", "-r", "nosuch", "--json")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "there is no rollout 'nosuch'" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["rollouts", "transitions"])
+def test_an_author_that_nobody_is_is_an_error(store: str, command: str) -> None:
+    done = spangrad(command, "--store", store, "--author", "evaluatr", "--json")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "expected one of agent, evaluator, operator; did you mean 'evaluator'?" in done.stderr
+
+
+@pytest.mark.parametrize("command", LISTINGS)
+def test_an_empty_store_says_so(tmp_path: Path, command: str) -> None:
+    target = str(tmp_path / "s.duckdb")
+    open_store(target).close()
+    done = spangrad(command, "--store", target, "--json")
+    assert (done.returncode, done.stdout) == (0, "")
+    (line,) = done.stderr.splitlines()
+    assert re.search(r"s\.duckdb' is empty|no model call is in", line), line
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Rollouts of every split: each group has one that is worth 1 and one that is worth 0, one failed."""
+    path = str(tmp_path_factory.mktemp("mixed") / "store.duckdb")
+    with open_store(path) as opened:
+        names = [f"{split}-{n}" for split in ("train", "eval-after", "expert") for n in (0, 1)]
+        rollouts = [
+            Rollout(name, group_id=name[:-2], run_id="run", split=name[:-2], max_attempts=1)
+            for name in (*names, "train-2")
+        ]
+        opened.enqueue(rollouts)
+        for number, rollout in enumerate(opened.claim(worker="w", limit=9), start=1):
+            opened.put_otlp(recorded(rollout.rollout_id, number))
+            if rollout.rollout_id == "train-2":
+                status = RolloutStatus.FAILED
+                opened.finish("train-2", 0, status=status, error_type="ValueError", error="oh\nno")
+            else:
+                opened.finish(rollout.rollout_id, 0)
+                opened.put_rewards([Reward(rollout.rollout_id, float(rollout.rollout_id[-1]))])
+        opened.put_rewards([Reward("train-0", 7.0, name="style"), Reward("train-2", 7.0, name="style")])
+    return path
+
+
+def test_training_rows_are_of_what_a_trainer_learns_from(mixed: str) -> None:
+    done = spangrad("transitions", "--store", mixed, "--json")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["rollout_id"], row["split"]) for row in rows] == [("train-0", "train"), ("train-1", "train")]
+    assert "left out: rollouts of split eval-after (2), expert (2)" in done.stderr
+    assert rows == listed("transitions", "--store", mixed, "--split", "train", "--json")
+    cloned = listed("transitions", "--store", mixed, "--clone", "--json")
+    assert {row["split"] for row in cloned} == {"expert"}
+
+
+def test_rows_of_an_evaluation_are_marked(mixed: str) -> None:
+    done = spangrad("transitions", "--store", mixed, "--split", "eval-after")
+    head, *rows = [line.split("\t") for line in done.stdout.splitlines()]
+    assert {row[head.index("split")] for row in rows} == {"eval-after"}
+    assert "no update trains on these 2 rollouts of split eval-after" in done.stderr
+
+
+def test_a_failure_has_one_form_and_one_line(mixed: str) -> None:
+    (row,) = listed("rollouts", "--store", mixed, "--rollout", "train-2", "--json")
+    assert (row["error_type"], row["error"]) == ("ValueError", "ValueError: oh\nno")
+    shown = spangrad("rollouts", "--store", mixed, "--rollout", "train-2")
+    assert shown.stdout.splitlines()[1].split("\t")[-1] == "ValueError: oh no"
+    refused = spangrad("transitions", "--store", mixed)
+    assert "not trained, 1x: rollout did not succeed: failed (ValueError: oh no)\n" in refused.stderr
+
+
+def test_the_reward_that_is_shown_is_the_one_that_trains(mixed: str) -> None:
+    done = spangrad("rollouts", "--store", mixed, "--split", "train", "--json")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["reward"] for row in rows] == [0.0, 1.0, None]  # not 7: no trainer asks for `style`
+    assert "1 rollouts have a reward 'style' of author operator, which trains nothing" in done.stderr
+
+
+def test_transitions_take_the_config_of_a_demo(mixed: str) -> None:
+    config = Path(__file__).parents[1] / "examples" / "01_text_to_sql" / "demo.toml"
+    rows = listed("transitions", "--store", mixed, "--config", str(config), "--json")
+    assert [row["rollout_id"] for row in rows] == ["train-0", "train-1"]

@@ -140,7 +140,7 @@ class RolloutConfig:
     refills: int = 3
     """New sets of tasks tried when a whole batch says nothing (all rewards of every group equal); 0 or
     more."""
-    reward_authors: tuple[str, ...] = ("evaluator", "operator")
+    reward_authors: tuple[Literal["agent", "evaluator", "operator"], ...] = ("evaluator", "operator")
     """Whose rewards count. `agent` can be forged by the policy's own process."""
 
     def __post_init__(self) -> None:
@@ -200,8 +200,12 @@ def resolve(path: str, base_dir: str) -> Path:
     return Path(base_dir, path).expanduser().resolve()
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, besides: Sequence[str] = ()
+) -> TrainConfig:
     """Read a TOML file; `overrides` are `section.key=value` with the value in TOML or as plain text.
+
+    Sections in `besides` are somebody else's and are left out.
 
     Raises:
         ConfigError: The file can't be read, a key is unknown, a value has the wrong type or range.
@@ -213,6 +217,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise ConfigError(f"{str(file)!r} can't be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(file)!r} is not TOML: {error}") from error
+    for section in besides:
+        raw.pop(section, None)
     for override in overrides:
         _apply(raw, override)
     return build_run(raw, file.resolve().parent, where=str(file))

@@ -287,8 +287,8 @@ class Run:
     def _why_empty(self, batch: CreditedBatch, rollouts: list[Rollout]) -> str:
         trainable = sum(int(row.action_mask.sum()) for row in batch.rows)
         first = f"; first refusal: {batch.refused[0].reason}" if batch.refused else ""
-        failed = [rollout for rollout in rollouts if rollout.error]
-        broken = f"; first failure: {failed[0].error_type}: {failed[0].error}" if failed else ""
+        failures = [rollout.failure for rollout in rollouts if rollout.failure]
+        broken = f"; first failure: {failures[0]}" if failures else ""
         return (
             f"update {self.update_index}: nothing to learn from {len(rollouts)} rollouts:"
             f" {trainable} trainable tokens, {int(batch.diagnostics.get('groups/informative', 0))} of"

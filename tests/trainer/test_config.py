@@ -70,6 +70,13 @@ def test_a_key_in_no_section_is_called_that(tmp_path, line):
     assert str(caught.value) == f"{tmp_path / 'run.toml'}: key {name!r} is in no section; {SECTIONS}"
 
 
+def test_sections_of_somebody_else_are_left_out_where_they_are_expected(tmp_path):
+    file = write(tmp_path, MINIMAL + "[warm_start]\nsteps = 9\n")
+    assert load_config(file, besides=("warm_start",)).run.id == "r"
+    with pytest.raises(ConfigError, match="unknown section 'warm_start'"):
+        load_config(file)
+
+
 def test_a_missing_section_is_named(tmp_path):
     with pytest.raises(ConfigError, match="section 'agent' is missing"):
         load_config(write(tmp_path, '[run]\nid = "r"\n'))
@@ -87,6 +94,7 @@ def test_a_missing_key_is_named(tmp_path):
         ('[rollout]\ngroup_size = "8"\n', "group_size is '8', expected int"),
         ("[rollout]\ngroup_size = true\n", "group_size is True, expected int"),
         ("[hub]\nurl = 3\n", "url is 3, expected str"),
+        ('[rollout]\nreward_authors = ["evaluatr"]\n', "'evaluatr', expected one of 'agent', 'evaluator', "),
     ],
 )
 def test_a_wrong_value_is_shown_with_what_was_expected(tmp_path, line, says):
