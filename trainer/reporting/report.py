@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from spangrad.errors import MissingExtraError
+from spangrad.trainer.processes import own_command
 from spangrad.trainer.reporting.charts import (
     Chart,
     Metrics,
@@ -209,7 +210,7 @@ def _example(example: Example) -> str:
 def _store(store: str) -> str:
     if not store:
         return ""
-    command = html.escape(f"spangrad rollouts --store {shlex.quote(store)}")
+    command = html.escape(f"{own_command(from_anywhere=True)} rollouts --store {shlex.quote(store)}")
     return f"<p>The traces are in <code>{html.escape(store)}</code>. To list them: <code>{command}</code></p>"
 
 

@@ -1,5 +1,6 @@
 """Commands that get spans into a store: run, ingest."""
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,7 +42,10 @@ def run(
 
     code = run_command(command, store=store, key=key, rollout_id=rollout, task_id=task)
     if sys.stderr.isatty():
-        note(f"spangrad: recorded into {store}; list it with: spangrad rollouts --store {store}")
+        from spangrad.trainer.processes import own_command
+
+        listing = f"{own_command()} rollouts --store {shlex.quote(store)}"
+        note(f"spangrad: recorded into {store}; list it with: {listing}")
     raise typer.Exit(code)
 
 
