@@ -4,7 +4,7 @@ Knows HTTP and the hub's answers; what a span is, is `exporter.py`'s and `otlp.p
 
 Invariants:
 * `export` never raises and never blocks longer than `timeout_s` for a batch.
-* A batch that the hub did not acknowledge is on disk before `export` returns, or counted in `dropped`.
+* A batch that the hub did not acknowledge is on disk before `export` returns, or counted in `lost_spans`.
 * What waits on disk is sent after the next success, also by the next process that uses the folder; the
   store ignores spans that it has.
 * A hub's exporter is waiting as long as its folder holds anything, whoever wrote it or is sending it.
@@ -83,9 +83,6 @@ class HubExporter(WithSpool):
             raise ConfigError(f"hub URL {url!r} must look like 'http://host:port'")
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
-        self.rejected = 0
-        """Batches that the hub refused for good, whole or in part."""
-        self.lost_spans = 0
         self._parts = parts
         self._headers = {"Content-Type": "application/x-protobuf"}
         if key and key.strip():  # one read from a file ends in a newline
@@ -104,11 +101,6 @@ class HubExporter(WithSpool):
         """Close the connection of whoever does not call `shutdown`."""
         if kept := vars(self).get("_kept"):
             kept[0].close()
-
-    @property
-    def dropped(self) -> int:
-        """Batches that could be neither delivered nor kept."""
-        return self.spool.dropped + self.rejected
 
     @property
     def is_waiting(self) -> bool:
@@ -132,18 +124,9 @@ class HubExporter(WithSpool):
                 self.drain()
                 return delivered
         before = self._spooled if self.is_waiting else 0
-        kept = self.spool.append(request)
-        self._spooled = before + (span_count(request) if kept else 0)
-        if not kept:
-            self.lost_spans += span_count(request)
-            if self._said.due():
-                logger.warning(
-                    "hub %s does not answer and spool %r is full: %d batches lost so far",
-                    self.url,
-                    str(self.spool.directory),
-                    self.dropped,
-                )
-        return kept
+        lost = self._keep(request, f"hub {self.url} does not take spans, and ")
+        self._spooled = before + span_count(request) - lost
+        return not lost
 
     def drain(self, *, at_once: bool = False) -> int:
         """Send what waits on disk. Returns how many batches arrived.
@@ -244,8 +227,9 @@ class HubExporter(WithSpool):
         refused, why = _rejected_spans(answer) if is_taken else (span_count(request), "")
         if is_taken and not refused:
             return True
-        self.rejected += 1
         self.lost_spans += refused
+        self.told_spans = self.lost_spans
+        self.problem = f"hub {self.url} refuses them with status {status}{f' ({why})' if why else ''}"
         logger.error(
             "hub %s refuses %d spans of a batch of %d bytes with status %d%s; they are dropped (%d so far)",
             self.url,
@@ -316,7 +300,7 @@ class HubExporter(WithSpool):
         self._say(error)
 
     def _say(self, error: Exception) -> None:
-        if self._said.due():
+        if self.says_outages and self._said.due():
             logger.warning(
                 "hub %s does not take spans (%s); they wait in %r", self.url, error, str(self.spool.directory)
             )

@@ -6,7 +6,8 @@
 Knows files and locks. It does not know what a record means.
 
 Invariants:
-* `append` never raises: a full spool or a broken disk costs the newest record, which is counted.
+* `append` never raises: a full spool or a broken disk costs the newest record, which is counted, and leaves
+  no empty file behind.
 * A record that `append` returned True for survives SIGKILL of the process.
 * Whoever writes to or reads from a segment holds its `flock`. Between appends it is free, so that
   another process can drain the segment of a living one; the owner then goes on in a new file.
@@ -16,6 +17,7 @@ Invariants:
 * Nobody but the owner of the files can read them (0700 / 0600).
 """
 
+import errno
 import fcntl
 import logging
 import os
@@ -46,6 +48,10 @@ class Spool:
         self.max_bytes = max_bytes
         self.dropped = 0
         """Records that were refused or could not be written, in this process."""
+        self.problem = ""
+        """Why the last of them was."""
+        self.is_disk_full = False
+        """Whether that was the disk, not `max_bytes`."""
         self._own_process()
 
     def append(self, record: bytes) -> bool:
@@ -53,15 +59,21 @@ class Spool:
         if self._pid != os.getpid():  # after a fork the lock may be held by a thread that is gone
             self._own_process()
         with self._lock:
-            try:
-                written = self._append(_HEADER.pack(len(record), zlib.crc32(record)), record)
-            except OSError as error:
-                logger.debug("spool %s: %s", self.directory, error)
-                self._close_segment()
-                written = False
+            written = self._written(_HEADER.pack(len(record), zlib.crc32(record)), record)
             if not written:
                 self.dropped += 1
             return written
+
+    def check(self) -> None:
+        """Raise OSError if the folder can't be made or no file can be written in it."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        name = self.directory / f".{os.getpid()}-{secrets.token_hex(4)}"
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, b"x")
+        finally:
+            os.close(fd)
+            name.unlink()
 
     def drain(self, send: Callable[[bytes], object]) -> int:
         """Send every record, oldest segment first, and delete what was sent. Returns how many were sent.
@@ -92,12 +104,25 @@ class Spool:
         self._total = 0
         self._scanned_at = float("-inf")
 
+    def _written(self, header: bytes, record: bytes) -> bool:
+        for _ in range(2):
+            try:
+                return self._append(header, record)
+            except OSError as error:
+                self.problem, self.is_disk_full = error.strerror or str(error), True
+                self._close_segment()
+                if error.errno != errno.EFBIG:  # `ulimit -f`: a new file may have room
+                    break
+        return False
+
     def _append(self, header: bytes, record: bytes) -> bool:
         size = len(header) + len(record)
         now = time.monotonic()
         if now - self._scanned_at > _SCAN_EVERY_S:
             self._total, self._scanned_at = self.size_bytes(), now
         if self._total + size > self.max_bytes:
+            self.problem = f"{self._total} of at most {self.max_bytes} bytes wait there"
+            self.is_disk_full = False
             return False
         fd = self._lock_segment(size)
         try:
@@ -109,6 +134,8 @@ class Spool:
                     written += os.write(fd, rest)
             except OSError:
                 os.ftruncate(fd, end)
+                if not end:  # nobody takes it: it is ours and locked
+                    self._path.unlink(missing_ok=True)
                 raise
         finally:
             fcntl.flock(fd, fcntl.LOCK_UN)
@@ -130,7 +157,8 @@ class Spool:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         name = f"{time.time_ns():020d}-{self._pid}-{secrets.token_hex(4)}{_SUFFIX}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        self._fd = os.open(self.directory / name, flags, 0o600)
+        self._path = self.directory / name
+        self._fd = os.open(self._path, flags, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         if not os.fstat(self._fd).st_nlink:  # a drainer found it empty before we had the lock
             self._close_segment()

@@ -116,8 +116,8 @@ def test_a_refusal_for_good_is_dropped_and_counted_and_holds_up_nothing(
 ) -> None:
     exporter = HubExporter(hub.url, spool_dir=tmp_path / "spool")
     hub.status = 400
-    assert not exporter.export_request(b"")
-    assert (exporter.rejected, exporter.dropped) == (1, 1)
+    assert not exporter.export_request(request([span(new_trace())]))
+    assert exporter.lost_spans == 1
     hub.status = 200
     assert exporter.export_request(b"")
     assert len(hub.requests) == 1
@@ -168,7 +168,7 @@ def test_a_full_disk_spool_is_counted_and_reaches_nobody(tmp_path: Path) -> None
     exporter = SpoolExporter(tmp_path / "store.duckdb")
     exporter.spool.max_bytes = 10
     assert not exporter.export_request(b"too long for it")
-    assert exporter.dropped == 1
+    assert exporter.lost_spans == 1
 
 
 def test_large_calls_are_sent_in_several_requests(model: ModelServer, hub: HubServer) -> None:

@@ -1,6 +1,7 @@
 """The spool's invariants, with real files, real processes and real signals."""
 
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -82,6 +83,20 @@ def test_a_disk_that_refuses_costs_the_record_and_no_exception(tmp_path: Path) -
     assert not spool.append(b"lost")
     assert spool.dropped == 1
     assert drained(spool) == []
+
+
+def test_a_file_that_may_not_grow_is_followed_by_another(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        kept = [spool.append(bytes([number]) * size) for number, size in enumerate((60, 60, 200, 60))]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert kept == [True, True, False, True]
+    assert spool.is_disk_full and spool.problem == "File too large"
+    assert len(list(tmp_path.iterdir())) == 3  # none without a record
+    assert drained(spool) == [bytes([number]) * 60 for number in (0, 1, 3)]
 
 
 def test_nobody_else_can_read_the_files(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from spangrad.commands.options import DEFAULT_STORE, JsonOption, KeyOption, StoreOption, opened
+from spangrad.commands.options import DEFAULT_STORE, JsonOption, KeyOption, StoreOption, is_hub, opened
 from spangrad.commands.output import cell, note, print_json, print_rows
-from spangrad.errors import DialectError
+from spangrad.errors import DialectError, StoreError, StoreLockedError
 
 if TYPE_CHECKING:
     from spangrad.adapters.ingest import IngestReport
@@ -40,6 +40,8 @@ def run(
     """
     from spangrad.tracer.launch import run_command
 
+    if not is_hub(store):
+        _check_file(store)
     code = run_command(command, store=store, key=key, rollout_id=rollout, task_id=task)
     if sys.stderr.isatty():
         from spangrad.trainer.processes import own_command
@@ -80,6 +82,22 @@ def ingest(
         _print_report(found)
     if not found.calls:
         _tell_no_calls(found)
+
+
+def _check_file(path: str) -> None:
+    """Raise StoreError if spans that wait beside this file would never get into it."""
+    from spangrad.store import open_store
+
+    file = Path(path)
+    try:
+        if file.exists() and (
+            file.is_dir() or file.stat().st_size
+        ):  # a full disk leaves files without a byte
+            open_store(path, read_only=True).close()
+    except OSError as error:
+        raise StoreError(f"store {path!r} can't be read: {error.strerror}; check its permissions") from error
+    except StoreLockedError:
+        return  # a hub's, say: it takes them in when it starts the next time
 
 
 def _print_report(found: "IngestReport") -> None:
