@@ -37,6 +37,17 @@ from spangrad.tracer.spool import Spool
 logger = logging.getLogger(__name__)
 
 
+def check_file(path: str | os.PathLike[str]) -> None:
+    """Raise StoreError if there is something at this path that can't be opened as a store; makes nothing."""
+    file = Path(path)
+    try:
+        is_there = file.exists() and (file.is_dir() or file.stat().st_size > 0)  # a full disk leaves empty files
+    except OSError as error:
+        raise store_error(error, file) from error
+    if is_there:
+        FileStore(file, read_only=True).close()
+
+
 class FileStore:
     """A store in one DuckDB file. Implements `spangrad.store.base.Store`."""
 

@@ -196,6 +196,26 @@ def test_a_taken_port_is_one_line(hub: tuple[str, Path], tmp_path: Path) -> None
     assert port in gateway.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-model"], "model folder 'no-such-model' does not exist"),
+        (["--engine", "ftp://host"], "'ftp://host'; expected http://host:port"),
+        (["--engine", "http://127.0.0.1:9", "--store", "."], "is a folder; a store is one file"),
+        (["--engine", "http://127.0.0.1:9", "--hub-port", "7", "--gateway-port", "7"], "port 7, both"),
+    ],
+)
+def test_up_writes_and_starts_nothing_if_something_can_not_be(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    ports = ("--hub-port", str(free_port()), "--gateway-port", str(free_port()))
+    done = spangrad("up", *ports, *arguments, cwd=tmp_path)
+    assert done.returncode == 1 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert message in line
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_no_hub_is_one_line() -> None:
     done = spangrad("rollouts", "--store", f"http://127.0.0.1:{free_port()}")
     assert done.returncode == 1

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -11,7 +11,7 @@ import typer
 
 from spangrad.commands.options import DEFAULT_STORE, JsonOption, KeyOption, StoreOption, is_hub, opened
 from spangrad.commands.output import cell, note, print_json, print_rows
-from spangrad.errors import DialectError, StoreError, StoreLockedError
+from spangrad.errors import DialectError, StoreLockedError
 
 if TYPE_CHECKING:
     from spangrad.adapters.ingest import IngestReport
@@ -41,7 +41,10 @@ def run(
     from spangrad.tracer.launch import run_command
 
     if not is_hub(store):
-        _check_file(store)
+        from spangrad.store.file_store import check_file
+
+        with suppress(StoreLockedError):  # whoever holds it has a schema that fits
+            check_file(store)
     code = run_command(command, store=store, key=key, rollout_id=rollout, task_id=task)
     if sys.stderr.isatty():
         from spangrad.trainer.processes import own_command
@@ -82,22 +85,6 @@ def ingest(
         _print_report(found)
     if not found.calls:
         _tell_no_calls(found)
-
-
-def _check_file(path: str) -> None:
-    """Raise StoreError if spans that wait beside this file would never get into it."""
-    from spangrad.store import open_store
-
-    file = Path(path)
-    try:
-        if file.exists() and (
-            file.is_dir() or file.stat().st_size
-        ):  # a full disk leaves files without a byte
-            open_store(path, read_only=True).close()
-    except OSError as error:
-        raise StoreError(f"store {path!r} can't be read: {error.strerror}; check its permissions") from error
-    except StoreLockedError:
-        return  # a hub's, say: it takes them in when it starts the next time
 
 
 def _print_report(found: "IngestReport") -> None:
