@@ -41,7 +41,8 @@ def check_file(path: str | os.PathLike[str]) -> None:
     """Raise StoreError if there is something at this path that can't be opened as a store; makes nothing."""
     file = Path(path)
     try:
-        is_there = file.exists() and (file.is_dir() or file.stat().st_size > 0)  # a full disk leaves empty files
+        # A full disk leaves files without a byte.
+        is_there = file.exists() and (file.is_dir() or file.stat().st_size > 0)
     except OSError as error:
         raise store_error(error, file) from error
     if is_there:

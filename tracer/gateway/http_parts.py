@@ -11,7 +11,8 @@ import httpx
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from spangrad.tracer.gateway.config import GatewayConfig, is_loopback
+from spangrad.tracer.access import is_loopback
+from spangrad.tracer.gateway.config import GatewayConfig
 from spangrad.tracer.gateway.rewrite import dump
 
 OPERATOR_PATHS = "/spangrad/"
