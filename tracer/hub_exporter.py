@@ -14,11 +14,13 @@ Invariants:
 * A batch that the hub refuses for good (a 4xx that is not about keys, load or time) is dropped and
   counted: sending it again would hold up everything behind it. So are single spans that a hub names as
   rejected in its answer.
+* What is logged of a refusal has the hub's own reason.
 * HTTP goes through the standard library, below which spangrad captures nothing.
 """
 
 import hashlib
 import http.client
+import json
 import logging
 import os
 import ssl
@@ -223,8 +225,9 @@ class HubExporter(WithSpool):
         status, answer = self._post(request, timeout_s)
         is_taken = 200 <= status < 300
         if not is_taken and (status in _RETRY_LATER or not 400 <= status < 500):
-            raise http.client.HTTPException(f"status {status}")
-        refused, why = _rejected_spans(answer) if is_taken else (span_count(request), "")
+            why = _reason(answer)
+            raise http.client.HTTPException(f"status {status}{f': {why}' if why else ''}")
+        refused, why = _rejected_spans(answer) if is_taken else (span_count(request), _reason(answer))
         if is_taken and not refused:
             return True
         self.lost_spans += refused
@@ -304,6 +307,18 @@ class HubExporter(WithSpool):
             logger.warning(
                 "hub %s does not take spans (%s); they wait in %r", self.url, error, str(self.spool.directory)
             )
+
+
+def _reason(answer: bytes) -> str:
+    """What a hub says in the body of an error: the message of its JSON, or the text as it is."""
+    text = answer.decode(errors="replace")
+    try:
+        said = json.loads(text)
+    except ValueError:
+        said = None
+    if isinstance(said, dict) and isinstance(said.get("message"), str):
+        text = said["message"]
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())[:_REASON_CHARS]
 
 
 def _rejected_spans(answer: bytes) -> tuple[int, str]:

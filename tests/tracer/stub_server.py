@@ -281,6 +281,8 @@ def _logprob_items(words: list[str], first: int) -> list[dict[str, Any]]:
 class HubServer:
     url: str
     status: int = 200
+    says: bytes = b""
+    """Body of every answer that is not 200."""
     hold: threading.Event | None = None
     """While set to an Event, answers wait for it."""
     keys: list[str | None] = field(default_factory=list)
@@ -320,7 +322,7 @@ def _hub_handler(hub: HubServer) -> type[_Handler]:
                 self.reply(200, ExportTraceServiceResponse(partial_success=partial).SerializeToString())
             else:
                 hub.refused += 1
-                self.reply(hub.status, b"")
+                self.reply(hub.status, hub.says)
 
     return Handler
 

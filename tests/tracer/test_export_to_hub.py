@@ -156,6 +156,31 @@ def test_a_wrong_key_keeps_the_spans(hub: HubServer, tmp_path: Path) -> None:
     assert hub.keys == ["Bearer wrong", "Bearer right"]
 
 
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        (b"", "status 503"),
+        (b'{"error": "StoreFullError", "message": "no space left"}', "status 503: no space left"),
+        (
+            b"<h1>Busy</h1>\r\n\x00try later" + b" later" * 100,
+            "status 503: <h1>Busy</h1> try later later later",
+        ),
+        (b'["\xff"]', 'status 503: ["\ufffd"]'),
+    ],
+)
+def test_the_hubs_reason_is_said_and_shortened(
+    hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, says: bytes, reason: str
+) -> None:
+    hub.status, hub.says = 503, says
+    exporter = HubExporter(hub.url, spool_dir=tmp_path / "spool")
+    assert exporter.export_request(request([span(new_trace())]))
+    hub.status = 400
+    assert exporter.drain(at_once=True) == 1
+    wait, refuse = [record.getMessage() for record in caplog.records]
+    assert f"does not take spans ({reason}" in wait and len(wait) < 600
+    assert "with status 400" in refuse and reason.removeprefix("status 503").removeprefix(": ") in refuse
+
+
 def test_what_a_closing_process_cannot_deliver_goes_to_disk(hub: HubServer, tmp_path: Path) -> None:
     exporter = HubExporter(hub.url, spool_dir=tmp_path / "spool")
     exporter.close_soon(0)
