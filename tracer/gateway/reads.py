@@ -16,6 +16,7 @@ from spangrad.tracer.gateway.engines import CONNECT_ERRORS, Engine
 from spangrad.tracer.gateway.http_parts import engine_failure, error_response, reply_headers, upstream_headers
 from spangrad.tracer.gateway.raw_log import parse_json
 from spangrad.tracer.gateway.rewrite import renamed_request
+from spangrad.tracer.gateway.routes import KNOWN
 
 RESPONSES = "/v1/responses/"
 """Below it are responses that one engine keeps and the others do not know."""
@@ -78,12 +79,12 @@ class Reads:
                 return error_response(status, "engine_error", message, path=path)
             else:
                 if upstream.status_code != 404 or not path.startswith(RESPONSES):
-                    return _answer(upstream)
+                    return _answer(upstream) if _is_told(upstream) else _no_path(request, path, engine)
                 if unknown is not None:
                     await unknown.aclose()
                 unknown = upstream
         if unknown is not None:
-            return _answer(unknown)
+            return _answer(unknown) if _is_told(unknown) else _no_path(request, path, engine)
         message = f"no engine answers: {', '.join(failures)}"
         return error_response(502, "engine_error", message, path=path)
 
@@ -121,6 +122,19 @@ class Reads:
         if not _is_stream(answer):
             await answer.aread()
         return answer
+
+
+def _is_told(upstream: httpx.Response) -> bool:
+    """False for the bare 404 of an engine's web framework, which tells a client nothing."""
+    if upstream.status_code != 404:
+        return True
+    said = parse_json(upstream.content)
+    return isinstance(said, dict) and "error" in said
+
+
+def _no_path(request: Request, path: str, engine: Engine) -> Response:
+    message = f"the engine at {engine.url} has no {request.method} {path}; {KNOWN}"
+    return error_response(404, "not_found", message, path=path)
 
 
 def _is_stream(upstream: httpx.Response) -> bool:
