@@ -68,7 +68,10 @@ def test_a_record_that_is_to_stay_holds_up_none_behind_it(
     sent: list[bytes] = []
 
     def choosy(record: bytes) -> object:
-        return KEEP if record == b"stubborn" else sent.append(record)
+        if record == b"stubborn":
+            return KEEP
+        sent.append(record)
+        return None
 
     assert [spool.drain(choosy) for _ in range(2)] == [2, 0]
     spool.append(b"c")

@@ -78,13 +78,16 @@ class Reads:
                 status, message = engine_failure(error, engine.url, timeout_s)
                 return error_response(status, "engine_error", message, path=path)
             else:
+                if _is_bare_404(upstream) and not path.startswith(RESPONSES):
+                    message = f"the engine at {engine.url} has no {request.method} {path}; {KNOWN}"
+                    return error_response(404, "not_found", message, path=path)
                 if upstream.status_code != 404 or not path.startswith(RESPONSES):
-                    return _answer(upstream) if _is_told(upstream) else _no_path(request, path, engine)
+                    return _answer(upstream)
                 if unknown is not None:
                     await unknown.aclose()
                 unknown = upstream
         if unknown is not None:
-            return _answer(unknown) if _is_told(unknown) else _no_path(request, path, engine)
+            return _answer(unknown)
         message = f"no engine answers: {', '.join(failures)}"
         return error_response(502, "engine_error", message, path=path)
 
@@ -124,17 +127,12 @@ class Reads:
         return answer
 
 
-def _is_told(upstream: httpx.Response) -> bool:
-    """False for the bare 404 of an engine's web framework, which tells a client nothing."""
-    if upstream.status_code != 404:
-        return True
+def _is_bare_404(upstream: httpx.Response) -> bool:
+    """Whether it is what an engine's web framework says, which tells a client nothing."""
+    if upstream.status_code != 404 or _is_stream(upstream):
+        return False
     said = parse_json(upstream.content)
-    return isinstance(said, dict) and "error" in said
-
-
-def _no_path(request: Request, path: str, engine: Engine) -> Response:
-    message = f"the engine at {engine.url} has no {request.method} {path}; {KNOWN}"
-    return error_response(404, "not_found", message, path=path)
+    return not isinstance(said, dict) or "error" not in said
 
 
 def _is_stream(upstream: httpx.Response) -> bool:
