@@ -6,20 +6,23 @@ Invariants:
 * a rollout without a reward is left out of its group's statistics, gets no advantage
   (None, not 0) and is counted;
 * statistics of the episode term are over rollouts, however many steps each has;
-* a group that says nothing gives zeros and is counted.
+* a group that says nothing gives zeros, whatever the discount, and is counted: rewards paid sooner or
+  later are no different rewards.
 
 Shape letters: N rollouts with a reward, S their steps.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spangrad.credit.diagnostics import CreditDiagnostics, diagnose
-from spangrad.credit.gigpo import NO_ANCHOR, gigpo_as_published, step_advantages
-from spangrad.credit.groups import Floats, Ints, labels
+from spangrad.credit.gigpo import NO_ANCHOR, gigpo_as_published, pool_ids, step_advantages
+from spangrad.credit.groups import Floats, Ints, labels, pool_statistics
 from spangrad.credit.grpo import Singleton, group_advantages
 from spangrad.credit.returns import discounted_returns
 from spangrad.credit.rloo import rloo
@@ -36,7 +39,7 @@ class CreditConfig:
     step: Literal["none", "gigpo", "gigpo_as_published"] = "none"
     """Term that compares steps from the same state. `gigpo_as_published` also takes the episode term's
     statistics over steps, keeps raw singletons and uses ddof 1, as the published code does; it needs
-    episode `grpo`."""
+    episode `grpo`. A group of equal rewards gets zero from all of them."""
     step_weight: float = 1.0
     """lambda: weight of the step term; 0 or more."""
     gamma: float = 0.95
@@ -61,8 +64,9 @@ class CreditConfig:
             raise ConfigError(f"gamma is {self.gamma!r}; expected 0 to 1")
         if self.ddof not in (0, 1):
             raise ConfigError(f"ddof is {self.ddof!r}; expected 0 or 1")
-        if not self.step_weight >= 0 or not self.eps >= 0:
-            raise ConfigError(f"step_weight is {self.step_weight!r}, eps {self.eps!r}; expected 0 or more")
+        for name in ("step_weight", "eps"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ class _Arrays:
     returns_N: Floats
     group_ids_N: Ints
     step_returns_S: Floats
+    undiscounted_S: Floats
     rollout_index_S: Ints
     anchor_ids_S: Ints
 
@@ -103,12 +108,15 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
     Raises:
         CreditError: A rollout or call occurs twice, or a reward is not finite.
 
-    Groups in which all returns are equal, and lone rollouts, get zeros (`config.singleton`).
+    Groups in which all rewards are equal, and lone rollouts, get zeros in both terms (a lone rollout's
+    episode term: `config.singleton`). The paper's step term alone would train such a group for gamma < 1:
+    the rewards differ by how far they are discounted, which says who was shorter and not who was better.
     """
     _check(trajectories)
     known = [trajectory for trajectory in trajectories if trajectory.total_reward is not None]
     arrays = _arrays(known, config.gamma)
-    advantages_S = _advantages(arrays, config)
+    is_informative_N = _is_informative(arrays, config)
+    advantages_S = _advantages(arrays, config, is_informative_N[arrays.rollout_index_S])
     advantages: dict[tuple[str, str], float | None] = {
         (trajectory.rollout_id, step.call_id): None
         for trajectory in trajectories
@@ -119,6 +127,7 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
     diagnostics = diagnose(
         returns_N=arrays.returns_N,
         group_ids_N=arrays.group_ids_N,
+        is_informative_N=is_informative_N,
         group_ids_S=arrays.group_ids_N[arrays.rollout_index_S],
         anchor_ids_S=arrays.anchor_ids_S,
         advantages_S=advantages_S,
@@ -160,11 +169,14 @@ def _check(trajectories: Sequence[Trajectory]) -> None:
 
 def _arrays(known: Sequence[Trajectory], gamma: float) -> _Arrays:
     step_returns: list[float] = []
+    undiscounted: list[float] = []
     for trajectory in known:
         rewards_T = np.array([step.reward or 0.0 for step in trajectory.steps], dtype=np.float64)
         if len(rewards_T):
             rewards_T[-1] += trajectory.reward or 0.0
         step_returns.extend(discounted_returns(rewards_T, gamma).tolist())
+        # Summed without rounding, so that equal rewards in another order are equal.
+        undiscounted.extend(math.fsum(rewards_T[t:]) for t in range(len(rewards_T)))
     steps = [step for trajectory in known for step in trajectory.steps]
     anchor_ids_S = labels([step.anchor or "" for step in steps])
     is_anchored_S = np.array([step.anchor is not None for step in steps], dtype=np.bool_)
@@ -172,23 +184,42 @@ def _arrays(known: Sequence[Trajectory], gamma: float) -> _Arrays:
         returns_N=np.array([trajectory.total_reward for trajectory in known], dtype=np.float64),
         group_ids_N=labels([group_of(trajectory) for trajectory in known]),
         step_returns_S=np.array(step_returns, dtype=np.float64),
+        undiscounted_S=np.array(undiscounted, dtype=np.float64),
         rollout_index_S=np.repeat(np.arange(len(known)), [len(trajectory.steps) for trajectory in known]),
         anchor_ids_S=np.where(is_anchored_S, anchor_ids_S, NO_ANCHOR),
     )
 
 
-def _advantages(arrays: _Arrays, config: CreditConfig) -> Floats:
+def _is_informative(arrays: _Arrays, config: CreditConfig) -> NDArray[np.bool_]:
+    """Whether the rewards of each rollout's group differ: of the rollouts, or of their steps from one state.
+
+    The latter where a step term is asked for: rollouts of equal return can earn it in different steps.
+    """
+    pools = pool_statistics(arrays.returns_N, arrays.group_ids_N, ddof=0)
+    if config.step == "none" or not config.step_weight:
+        return pools.std_X > 0
+    group_ids_S = arrays.group_ids_N[arrays.rollout_index_S]
+    steps = pool_statistics(arrays.undiscounted_S, pool_ids(group_ids_S, arrays.anchor_ids_S), ddof=0)
+    differs_S = (steps.std_X > 0) & (arrays.anchor_ids_S != NO_ANCHOR)
+    return (pools.std_X > 0) | ((pools.count_X > 1) & np.isin(arrays.group_ids_N, group_ids_S[differs_S]))
+
+
+def _advantages(arrays: _Arrays, config: CreditConfig, is_informative_S: NDArray[np.bool_]) -> Floats:
     if config.step == "gigpo_as_published":
-        return gigpo_as_published(
-            arrays.returns_N,
-            arrays.group_ids_N,
-            arrays.step_returns_S,
-            arrays.rollout_index_S,
-            arrays.anchor_ids_S,
-            step_weight=config.step_weight,
-            scale_by_std=config.scale_by_std,
-            eps=config.eps,
+        with_steps_S, without_S = (
+            gigpo_as_published(
+                arrays.returns_N,
+                arrays.group_ids_N,
+                arrays.step_returns_S,
+                arrays.rollout_index_S,
+                arrays.anchor_ids_S,
+                step_weight=step_weight,
+                scale_by_std=config.scale_by_std,
+                eps=config.eps,
+            )
+            for step_weight in (config.step_weight, 0.0)
         )
+        return np.where(is_informative_S, with_steps_S, without_S)
     episode_S = _episode(arrays, config)[arrays.rollout_index_S]
     if config.step == "none":
         return episode_S
@@ -200,7 +231,7 @@ def _advantages(arrays: _Arrays, config: CreditConfig) -> Floats:
         ddof=config.ddof,
         eps=config.eps,
     )
-    return episode_S + config.step_weight * step_S
+    return episode_S + config.step_weight * np.where(is_informative_S, step_S, 0.0)
 
 
 def _episode(arrays: _Arrays, config: CreditConfig) -> Floats:

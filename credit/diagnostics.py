@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spangrad.credit.gigpo import NO_ANCHOR
 from spangrad.credit.groups import Floats, Ints, pool_statistics
@@ -22,7 +23,9 @@ class CreditDiagnostics:
     groups: int
     """Groups with at least one scored rollout."""
     informative_groups: int
-    """Groups whose returns differ."""
+    """Groups whose rewards differ; the others train nothing."""
+    equal_groups: int
+    """Groups with several scored rollouts whose rewards are all equal, however far they are discounted."""
     singleton_groups: int
     """Groups with one scored rollout: nothing to compare it with."""
     expected_informative_share: float | None
@@ -48,6 +51,7 @@ class CreditDiagnostics:
             "rollouts/missing_reward": self.missing_reward,
             "groups/all": self.groups,
             "groups/informative": self.informative_groups,
+            "groups/equal": self.equal_groups,
             "groups/singleton": self.singleton_groups,
             "groups/informative_share": share,
             "groups/informative_share_expected": self.expected_informative_share,
@@ -64,6 +68,7 @@ def diagnose(
     *,
     returns_N: Floats,
     group_ids_N: Ints,
+    is_informative_N: NDArray[np.bool_],
     group_ids_S: Ints,
     anchor_ids_S: Ints,
     advantages_S: Floats,
@@ -74,6 +79,7 @@ def diagnose(
     Args:
         returns_N: Return of each scored rollout.
         group_ids_N: Its group.
+        is_informative_N: Whether the rewards of its group differ.
         group_ids_S: Group of each step of a scored rollout.
         anchor_ids_S: State of each step.
         advantages_S: What each step got.
@@ -82,12 +88,14 @@ def diagnose(
     _, first = np.unique(group_ids_N, return_index=True)
     pools = pool_statistics(returns_N, group_ids_N, ddof=0)
     sizes, means, stds = pools.count_X[first], pools.mean_X[first], pools.std_X[first]
+    informative, singleton = int(is_informative_N[first].sum()), int((sizes == 1).sum())
     return CreditDiagnostics(
         rollouts=rollouts,
         missing_reward=rollouts - len(returns_N),
         groups=len(first),
-        informative_groups=int((stds > 0).sum()),
-        singleton_groups=int((sizes == 1).sum()),
+        informative_groups=informative,
+        equal_groups=len(first) - informative - singleton,
+        singleton_groups=singleton,
         expected_informative_share=_expected_informative(returns_N, sizes),
         anchor_coverage=_coverage(group_ids_S, anchor_ids_S),
         reward_mean=float(means.mean()) if len(first) else None,

@@ -44,13 +44,14 @@ def step_advantages(
     Raises:
         CreditError: Shapes differ, or a return is not finite.
 
-    A pool of one, a pool of equal returns and a step without an anchor get zero.
+    A pool of one, a pool of equal returns and a step without an anchor get zero. A pool whose returns differ
+    by their discount alone does not; `assign` gives zero to groups in which nothing else differs.
     """
     if not step_returns_S.shape == group_ids_S.shape == anchor_ids_S.shape:
         shapes = (step_returns_S.shape, group_ids_S.shape, anchor_ids_S.shape)
         raise CreditError(f"step returns, groups and anchors have shapes {shapes}; they must be equal")
     advantages_S, _ = centred(
-        step_returns_S, _pools(group_ids_S, anchor_ids_S), scale_by_std=scale_by_std, ddof=ddof, eps=eps
+        step_returns_S, pool_ids(group_ids_S, anchor_ids_S), scale_by_std=scale_by_std, ddof=ddof, eps=eps
     )
     return np.where(anchor_ids_S == NO_ANCHOR, 0.0, advantages_S)
 
@@ -134,7 +135,7 @@ def gigpo_as_published(
     return episode_S + step_weight * step_S
 
 
-def _pools(group_ids_S: Ints, anchor_ids_S: Ints) -> Ints:
+def pool_ids(group_ids_S: Ints, anchor_ids_S: Ints) -> Ints:
     """One label for every pair of group and anchor."""
     if not len(group_ids_S):
         return group_ids_S

@@ -1,5 +1,6 @@
 """What an estimator sees of the world: numbers, groups and anchors. No tokens, no text."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,5 +36,5 @@ class Trajectory:
         """
         given = [step.reward for step in self.steps if step.reward is not None]
         if self.reward is not None:
-            return self.reward + sum(given)
-        return sum(given) if given and len(given) == len(self.steps) else None
+            return math.fsum([self.reward, *given])
+        return math.fsum(given) if given and len(given) == len(self.steps) else None

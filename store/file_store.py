@@ -4,15 +4,17 @@ Knows how the table modules make up a store, and the spool folder beside the fil
 no HTTP. Safe to call from several threads: writes take turns, reads see a snapshot.
 """
 
+import fcntl
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from spangrad.errors import StoreError
+from spangrad.errors import SchemaVersionError, StoreError, StoreLockedError
 from spangrad.store.otlp import decode_logs, decode_request, encode_request
 from spangrad.store.records import (
     LogRecord,
@@ -40,6 +42,18 @@ from spangrad.tracer.spool import Spool
 logger = logging.getLogger(__name__)
 
 
+def check_file(path: str | os.PathLike[str]) -> None:
+    """Raise StoreError if there is something at this path that can't be opened as a store; makes nothing."""
+    file = Path(path)
+    try:
+        # A full disk leaves files without a byte.
+        is_there = file.exists() and (file.is_dir() or file.stat().st_size > 0)
+    except OSError as error:
+        raise store_error(error, file) from error
+    if is_there:
+        FileStore(file, read_only=True).close()
+
+
 class FileStore:
     """A store in one DuckDB file. Implements `spangrad.store.base.Store`."""
 
@@ -47,7 +61,8 @@ class FileStore:
         """Open the file, made if need be, and take in what waits in its spool folder.
 
         Raises StoreLockedError if another process holds it, SchemaVersionError if a newer
-        spangrad wrote it.
+        spangrad wrote it. With `read_only` the file stays as it is, others can read it meanwhile,
+        and the spool folder waits; `open_to_read` takes that in before.
         """
         self.path = Path(path).absolute()
         self._database = Database(path, read_only=read_only)
@@ -130,7 +145,7 @@ class FileStore:
         raises, and the records stay where they are.
         """
         self._database.check_writable()
-        folder = self.path.with_name(self.path.name + ".spool")
+        folder = spool_folder(self.path)
         if not folder.is_dir():
             return 0
         spool = Spool(folder)
@@ -365,3 +380,54 @@ class FileStore:
     ) -> None:
         """Close it."""
         self.close()
+
+
+def spool_folder(path: str | os.PathLike[str]) -> Path:
+    """Where tracers put spans that a store's file is to take in."""
+    file = Path(path).absolute()
+    return file.with_name(file.name + ".spool")
+
+
+def open_to_read(path: str | os.PathLike[str]) -> FileStore:
+    """Open a store for reading, with all that tracers have left beside it; any number of processes can.
+
+    The file is written only to take that in, or to bring a store of an older spangrad up to date. While
+    another reader has it, what was left waits, and a warning says so.
+
+    Raises StoreLockedError if another process writes to it, StoreError if there is no store.
+    """
+    with _one_at_a_time(spool_folder(path)) as is_waiting:
+        if is_waiting:
+            try:
+                FileStore(path).close()
+            except StoreLockedError:
+                store = FileStore(path, read_only=True)  # raises if it is a writer that has it
+                logger.warning(
+                    "%r is being read by another process: the newest spans wait in %r until it is done",
+                    str(store.path),
+                    str(spool_folder(path)),
+                )
+                return store
+        try:
+            return FileStore(path, read_only=True)
+        except SchemaVersionError:
+            FileStore(path).close()
+            return FileStore(path, read_only=True)
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[bool]:
+    """Let one reader at a time open a store with this spool: taking it in keeps all others out.
+
+    Gives whether anything is there to take in.
+    """
+    if not folder.is_dir():
+        yield False
+        return
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without such locks: then a reader may have to try again
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield any(Path(entry).suffix in (".seg", ".journal") for entry in os.listdir(folder))
+    finally:
+        os.close(fd)

@@ -15,6 +15,7 @@ Invariants:
 * 400 is for what the caller sent and will never be taken; whatever else fails is 503, and the same
   request may be sent again;
 * without keys only requests that name a loopback host, and come from no foreign web page, are answered;
+* what keeps the store from writing or reading is logged when it begins, and when spans are stored again;
 * an error is JSON `{"error": class, "message": sentence}`, which `HubClient` raises again.
 """
 
@@ -125,6 +126,8 @@ class _Hub:
         self._allowed_hosts = allowed_hosts
         self._on_invalidated = on_invalidated
         self._writer = GroupWriter(store.put_batches, store.take_in)
+        self._outages: set[type[SpangradError]] = set()
+        """Kinds of them that have been logged since spans were stored the last time."""
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -145,6 +148,8 @@ class _Hub:
                 return _error(error.status, error.kind, str(error))
             except SpangradError as error:
                 status = next(status for kind, status in _STATUS if isinstance(error, kind))
+                if status == 503:
+                    self._log_outage(error)
                 if self._store.is_invalidated and self._on_invalidated is not None:
                     self._on_invalidated()
                 return _error(status, type(error).__name__, str(error))
@@ -175,6 +180,9 @@ class _Hub:
         if stored is None:
             raise _Refused(503, "too many spans wait to be written; send them again later")
         new, put_aside = await asyncio.wrap_future(stored)
+        if spans and self._outages:
+            self._outages.clear()
+            logger.info("spans are stored again")
         reply = ExportTraceServiceResponse()
         why = ["spans need a trace id of 16 bytes and a span id of 8"] if unreadable else []
         if forged:
@@ -222,6 +230,11 @@ class _Hub:
             return Response(encode_json({"result": result}), media_type="application/json")
 
         return handler
+
+    def _log_outage(self, error: SpangradError) -> None:
+        if type(error) not in self._outages:
+            self._outages.add(type(error))
+            logger.error("senders get 503 and are to try again: %s", error)
 
     def _check_host(self, request: Request) -> None:
         if self._allowed_hosts is None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from spangrad.errors import ConfigError
+from spangrad.tracer.access import MIN_KEY_CHARS
 
 
 class Role(IntEnum):
@@ -38,9 +39,10 @@ class Keys:
     def __post_init__(self) -> None:
         """Refuse keys that would not keep roles apart."""
         values = (self.agent, self.evaluator, self.trainer)
-        if len(set(values)) < len(values) or any(len(value) < 16 for value in values):
+        if len(set(values)) < len(values) or any(len(value) < MIN_KEY_CHARS for value in values):
             raise ConfigError(
-                "the three keys of a hub must differ and have 16 characters or more; make new ones"
+                f"the three keys of a hub must differ and have {MIN_KEY_CHARS} characters or more; "
+                "make new ones"
             )
 
     @classmethod
@@ -64,6 +66,11 @@ class Keys:
                 raise ConfigError(f"keys in {str(file)!r} can be read by others; run `chmod 600 {file}`")
             data = json.loads(file.read_text())
             return cls(**data)
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"there is no key file {str(file)!r}; `spangrad hub --keys {file}` makes one, `spangrad up` "
+                "makes .spangrad/keys.json; name the hub's own with --keys, or as hub.keys in a run's config"
+            ) from error
         except OSError as error:
             raise ConfigError(f"keys in {str(file)!r} can't be read: {error.strerror}") from error
         except (TypeError, ValueError) as error:

@@ -150,6 +150,11 @@ class Rollout:
     consumed_by: int | None = None
     """Index of the update that trained on it."""
 
+    @property
+    def failure(self) -> str | None:
+        """Type and text of the error, `ValueError: no such table`, as everybody shows it."""
+        return ": ".join(part for part in (self.error_type, self.error) if part) or None
+
 
 @dataclass(frozen=True, slots=True)
 class Reward:

@@ -132,7 +132,8 @@ LOGS = Table(
 
 CALLS = Table(
     "calls",
-    "One model call, normalised from one or more spans by the adapters; can be rebuilt from spans.",
+    "One model call, normalised from one or more spans by the adapters: of rollouts a trainer asked for, "
+    "and of ingested traces. Others have no row; `spangrad calls` reads all of them from spans.",
     (
         Column("call_id", "VARCHAR", "trace_id-span_id of the span that names the call"),
         Column("rollout_id", "VARCHAR", "rollout that made it", True),

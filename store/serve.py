@@ -6,7 +6,6 @@ fatal error of the database it ends with an error, and whoever watches it starts
 """
 
 import contextlib
-import ipaddress
 import os
 import signal
 import socket
@@ -19,6 +18,7 @@ from spangrad.errors import ConfigError, PortInUseError, StoreError
 from spangrad.store.file_store import FileStore
 from spangrad.store.hub import LOOPBACK_HOSTS, create_app
 from spangrad.store.keys import Keys
+from spangrad.tracer.access import is_loopback
 
 DEFAULT_PORT = 4318
 """Where OpenTelemetry exporters send to unless told otherwise."""
@@ -65,16 +65,6 @@ def serve(
             f"the database {str(path)!r} met a fatal error; what was acknowledged is in it, "
             "so start the hub again"
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class _Server(uvicorn.Server):

@@ -4,9 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from spangrad.trainer.processes import free_port
 from spangrad.trainer.serving.engine import Engine, EngineConfig
+
+# How long an example takes says how busy the machine is, nothing about the code.
+settings.register_profile("spangrad", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("spangrad")
 
 
 @pytest.fixture(scope="session")

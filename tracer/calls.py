@@ -25,9 +25,10 @@ from typing import Any
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
 from spangrad.tracer import conventions as c
+from spangrad.tracer.propagation import SAMPLED
 from spangrad.tracer.redaction import secrets
 from spangrad.tracer.span_size import cut, shorten
 from spangrad.tracer.wire import chat
@@ -44,7 +45,6 @@ MAX_RESPONSE_BYTES = 64 * 2**20
 _PIECE_BYTES = 16 * 2**10
 """Compressed bytes that are decoded at once: they may stand for a thousand times as many."""
 _MESSAGE_CHARS = 500
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class RawCall:
     @property
     def context(self) -> SpanContext:
         """Ids of the span. Making one takes the time of a system call, so the calling thread does not."""
-        return SpanContext(self.trace_id, self.span_id, is_remote=False, trace_flags=_SAMPLED)
+        return SpanContext(self.trace_id, self.span_id, is_remote=False, trace_flags=SAMPLED)
 
     @property
     def size_bytes(self) -> int:

@@ -33,7 +33,7 @@ from spangrad.tracer.hooks import when_imported
 from spangrad.tracer.hops import send_with, tell
 from spangrad.tracer.patching import Patches
 from spangrad.tracer.periodically import Periodically
-from spangrad.tracer.propagation import header_value
+from spangrad.tracer.propagation import SAMPLED_TRACEPARENT, header_value
 from spangrad.tracer.runtime import Runtime, active
 from spangrad.tracer.structure.place import place_of_call
 from spangrad.tracer.wire.caching import HEADERS
@@ -312,7 +312,7 @@ class _Call:
     def _told(self, sent: dict[bytes, bytes], attributes: dict[str, Any]) -> Iterator[tuple[bytes, bytes]]:
         """The headers that tell a server whose call it is; one that the request has is left as it is."""
         if b"traceparent" not in sent:  # the application's own tracing has been here
-            yield b"traceparent", b"00-%032x-%016x-01" % (self.raw.trace_id, self.raw.span_id)
+            yield b"traceparent", SAMPLED_TRACEPARENT % (self.raw.trace_id, self.raw.span_id)
         rollout_id = attributes.get(c.ROLLOUT_ID)
         if rollout_id is not None and _ROLLOUT_HEADER not in sent:
             yield _ROLLOUT_HEADER, header_value(rollout_id).encode()

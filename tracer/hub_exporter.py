@@ -3,8 +3,9 @@
 Knows HTTP and the hub's answers; what a span is, is `exporter.py`'s and `otlp.py`'s business.
 
 Invariants:
-* `export` never raises and never blocks longer than `timeout_s` for a batch.
-* A batch that the hub did not acknowledge is on disk before `export` returns, or counted in `dropped`.
+* `export` never raises and never blocks longer than `timeout_s` for a batch, and as long for what waits; the
+  rest is sent the next time.
+* A batch that the hub did not acknowledge is on disk before `export` returns, or counted in `lost_spans`.
 * What waits on disk is sent after the next success, also by the next process that uses the folder; the
   store ignores spans that it has.
 * A hub's exporter is waiting as long as its folder holds anything, whoever wrote it or is sending it.
@@ -14,23 +15,28 @@ Invariants:
 * A batch that the hub refuses for good (a 4xx that is not about keys, load or time) is dropped and
   counted: sending it again would hold up everything behind it. So are single spans that a hub names as
   rejected in its answer.
+* What is logged of a refusal has the hub's own reason.
+* A batch from disk to which the hub answers 5xx again and again lets those behind it pass: it stays on disk,
+  and is tried every 30 s, by `force_flush`, and by the next process.
 * HTTP goes through the standard library, below which spangrad captures nothing.
 """
 
 import hashlib
 import http.client
+import json
 import logging
 import os
 import ssl
 import threading
 import time
+import zlib
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from spangrad.errors import ConfigError
 from spangrad.tracer.exporter import WithSpool, span_count
 from spangrad.tracer.periodically import Periodically
-from spangrad.tracer.spool import Spool
+from spangrad.tracer.spool import KEEP, Spool
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +49,11 @@ _GONE = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError)
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 _FLUSH_RETRY_S = 0.25
+_TRIES = 3
+"""After so many 5xx a batch from disk is one that the hub may never take."""
+_TRY_AGAIN_S = 30.0
+_MOST_TRIED = 1000
+"""Batches from disk whose 5xx are counted; then it begins anew."""
 _UNDELIVERED = (OSError, http.client.HTTPException, ValueError)
 """ValueError: of a key, host or port that `http.client` won't send to."""
 
@@ -54,6 +65,10 @@ def spool_of_hub(url: str, sender: str = "") -> Path:
     """
     name = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
     return Path(".spangrad", "spool", f"{name}-{sender}" if sender else name)
+
+
+class _ServerError(http.client.HTTPException):
+    """5xx: the hub has failed, or fails at this batch."""
 
 
 class HubExporter(WithSpool):
@@ -83,9 +98,6 @@ class HubExporter(WithSpool):
             raise ConfigError(f"hub URL {url!r} must look like 'http://host:port'")
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
-        self.rejected = 0
-        """Batches that the hub refused for good, whole or in part."""
-        self.lost_spans = 0
         self._parts = parts
         self._headers = {"Content-Type": "application/x-protobuf"}
         if key and key.strip():  # one read from a file ends in a newline
@@ -95,6 +107,11 @@ class HubExporter(WithSpool):
         self._pause_s = _FIRST_PAUSE_S
         self._paused_until = float("-inf")
         self._closing_at = float("inf")
+        self._tries: dict[tuple[int, int], int] = {}
+        """Length and checksum of a batch on disk -> how often it got a 5xx."""
+        self._try_again_at = float("-inf")
+        self._problem_at_batch = ""
+        self._told_kept = 0
         self._said = Periodically()
         self._kept: tuple[http.client.HTTPConnection, float] | None = None
         """A connection that nobody uses, and since when. After a fork it is the parent's."""
@@ -104,11 +121,6 @@ class HubExporter(WithSpool):
         """Close the connection of whoever does not call `shutdown`."""
         if kept := vars(self).get("_kept"):
             kept[0].close()
-
-    @property
-    def dropped(self) -> int:
-        """Batches that could be neither delivered nor kept."""
-        return self.spool.dropped + self.rejected
 
     @property
     def is_waiting(self) -> bool:
@@ -132,21 +144,12 @@ class HubExporter(WithSpool):
                 self.drain()
                 return delivered
         before = self._spooled if self.is_waiting else 0
-        kept = self.spool.append(request)
-        self._spooled = before + (span_count(request) if kept else 0)
-        if not kept:
-            self.lost_spans += span_count(request)
-            if self._said.due():
-                logger.warning(
-                    "hub %s does not answer and spool %r is full: %d batches lost so far",
-                    self.url,
-                    str(self.spool.directory),
-                    self.dropped,
-                )
-        return kept
+        lost = self._keep(request, f"hub {self.url} does not take spans, and ")
+        self._spooled = before + span_count(request) - lost
+        return not lost
 
     def drain(self, *, at_once: bool = False) -> int:
-        """Send what waits on disk. Returns how many batches arrived.
+        """Send what waits on disk, for `timeout_s`. Returns how many batches arrived.
 
         Does nothing while another thread of this process does it and, unless `at_once`, after a failure
         a moment ago.
@@ -158,7 +161,7 @@ class HubExporter(WithSpool):
         if not self.is_waiting or not lock.acquire(blocking=False):
             return 0
         try:
-            return self._drain(float("inf"), counts_as_failure=not at_once)
+            return self._drain(time.monotonic() + self.timeout_s, counts_as_failure=not at_once)
         finally:
             lock.release()
 
@@ -185,6 +188,7 @@ class HubExporter(WithSpool):
             if self._is_closing or not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 return False
             try:
+                self._try_again_at = float("-inf")
                 self._drain(deadline, counts_as_failure=False)
             finally:
                 lock.release()
@@ -212,25 +216,64 @@ class HubExporter(WithSpool):
         return self._lock
 
     def _drain(self, deadline: float, *, counts_as_failure: bool) -> int:
-        def send(request: bytes) -> None:
+        sent = kept = 0
+
+        def send(request: bytes) -> object:
+            nonlocal sent, kept
             left = deadline - time.monotonic()
             if self._is_closing or left <= 0:
                 raise TimeoutError("no time left")
-            self._deliver(request, min(self.timeout_s, left))
+            batch = (len(request), zlib.crc32(request))
+            if self._tries.get(batch, 0) >= _TRIES and time.monotonic() < self._try_again_at:
+                kept += 1
+                return KEEP
+            try:
+                self._deliver(request, min(self.timeout_s, left))
+            except _ServerError as error:
+                self._problem_at_batch = str(error)
+                if self._has_failed_too_often(batch):
+                    kept += 1
+                    return KEEP
+                raise
+            self._tries.pop(batch, None)
+            sent += 1
+            return None
 
         try:
-            sent = self.spool.drain(send)
+            self.spool.drain(send)
         except _UNDELIVERED as error:
             if self._is_closing or time.monotonic() >= deadline:
-                return 0
+                return sent
             if counts_as_failure:
                 self._failed(error)
             else:
                 self._say(error)
-            return 0
+            return sent
+        finally:
+            if time.monotonic() >= self._try_again_at:
+                self._try_again_at = time.monotonic() + _TRY_AGAIN_S
+        if kept and sent:
+            self._say_kept(kept)
         if sent:
             self._paused_until, self._pause_s = float("-inf"), _FIRST_PAUSE_S
         return sent
+
+    def _say_kept(self, count: int) -> None:
+        if count != self._told_kept:
+            self._told_kept = count
+            logger.warning(
+                "hub %s fails each time at %d batches (%s); they stay in %r, the others go on",
+                self.url,
+                count,
+                self._problem_at_batch,
+                str(self.spool.directory),
+            )
+
+    def _has_failed_too_often(self, batch: tuple[int, int]) -> bool:
+        if len(self._tries) >= _MOST_TRIED:
+            self._tries.clear()
+        self._tries[batch] = self._tries.get(batch, 0) + 1
+        return self._tries[batch] > _TRIES
 
     def _deliver(self, request: bytes, timeout_s: float) -> bool:
         """Post once. Returns False, and counts, if the hub will never take it or some of its spans.
@@ -240,12 +283,15 @@ class HubExporter(WithSpool):
         status, answer = self._post(request, timeout_s)
         is_taken = 200 <= status < 300
         if not is_taken and (status in _RETRY_LATER or not 400 <= status < 500):
-            raise http.client.HTTPException(f"status {status}")
-        refused, why = _rejected_spans(answer) if is_taken else (span_count(request), "")
+            why = _reason(answer)
+            kind = _ServerError if status >= 500 else http.client.HTTPException
+            raise kind(f"status {status}{f': {why}' if why else ''}")
+        refused, why = _rejected_spans(answer) if is_taken else (span_count(request), _reason(answer))
         if is_taken and not refused:
             return True
-        self.rejected += 1
         self.lost_spans += refused
+        self.told_spans = self.lost_spans
+        self.problem = f"hub {self.url} refuses them with status {status}{f' ({why})' if why else ''}"
         logger.error(
             "hub %s refuses %d spans of a batch of %d bytes with status %d%s; they are dropped (%d so far)",
             self.url,
@@ -316,10 +362,22 @@ class HubExporter(WithSpool):
         self._say(error)
 
     def _say(self, error: Exception) -> None:
-        if self._said.due():
+        if self.says_outages and self._said.due():
             logger.warning(
                 "hub %s does not take spans (%s); they wait in %r", self.url, error, str(self.spool.directory)
             )
+
+
+def _reason(answer: bytes) -> str:
+    """What a hub says in the body of an error: the message of its JSON, or the text as it is."""
+    text = answer.decode(errors="replace")
+    try:
+        said = json.loads(text)
+    except ValueError:
+        said = None
+    if isinstance(said, dict) and isinstance(said.get("message"), str):
+        text = said["message"]
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())[:_REASON_CHARS]
 
 
 def _rejected_spans(answer: bytes) -> tuple[int, str]:

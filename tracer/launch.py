@@ -6,6 +6,8 @@ The launcher writes the rollout's root span; the child's Python processes write 
 trace. Knows processes and signals; it does not know what the child does. Invariants:
 * The child's exit code is the result; 128 + number if a signal ended it, 127 if there is no such
   command, 126 if it can't be run.
+* A store beside whose file nothing can be written is refused before the child runs.
+* Nothing is said twice: the child's processes say what they lose, the launcher that a hub takes no spans.
 * The child has the launcher's standard input, output and error.
 * Signals sent to the launcher reach the child; the terminal's Ctrl-C reaches it once. What the launcher was
   started to ignore (`nohup`) the child ignores, too.
@@ -20,7 +22,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from spangrad.tracer import children, current, setup
+from spangrad.tracer import children, runtime, setup
+from spangrad.tracer.current import Rollout, to_environment
 from spangrad.tracer.rollout import rollout as open_scope
 
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -44,6 +47,10 @@ def run_command(
         key: The hub's agent key.
         rollout_id: Default: a new one.
         task_id: What the agent is asked.
+
+    Raises:
+        ConfigError: `store` is a URL that can't be one of a hub.
+        StoreError: Nothing can be written beside the store's file.
     """
     if not argv:
         return _refuse("no command given; write it after `--`", NOT_FOUND)
@@ -53,6 +60,11 @@ def run_command(
             return _refuse(f"{argv[0]!r} can't be executed; check its permissions", NOT_EXECUTABLE)
         return _refuse(f"there is no command {argv[0]!r}; check its name and PATH", NOT_FOUND)
     setup.init(store=store, key=key)
+    current = runtime.active()
+    if current is not None:
+        current.worker.exporter.check()
+        current.worker.exporter.says_losses = False
+        current.worker.close_journal()  # it would hold a span of which nothing is known before the end
     try:
         scope = open_scope(rollout_id=rollout_id, task_id=task_id, name=os.path.basename(argv[0]))
         with scope as rollout:
@@ -63,17 +75,19 @@ def run_command(
         return _refuse(f"{argv[0]!r} can't be executed: {error.strerror or error}", NOT_EXECUTABLE)
     finally:
         setup.flush(setup.EXIT_TIMEOUT_S)
+        if current is not None and current.worker.exporter.lost_spans:
+            _say(f"the end of this rollout is not recorded: {current.worker.exporter.problem}")
     return code
 
 
 def child_environment(
-    rollout: current.Rollout, *, store: str | os.PathLike[str] | None = None, key: str | None = None
+    rollout: Rollout, *, store: str | os.PathLike[str] | None = None, key: str | None = None
 ) -> dict[str, str]:
     """This process's environment, so changed that Python children record themselves as part of `rollout`."""
     environment = dict(os.environ)
     variables = {
         children.STORE: setup.resolve_target(store),
-        children.ROLLOUT: current.to_environment(rollout),
+        children.ROLLOUT: to_environment(rollout),
     }
     children.add_to(environment, variables if key is None else variables | {children.KEY: key})
     return environment
@@ -132,5 +146,9 @@ def _terminal_sends_to_group() -> bool:
 
 
 def _refuse(message: str, code: int) -> int:
-    print(f"spangrad run: {message}", file=sys.stderr)
+    _say(message)
     return code
+
+
+def _say(message: str) -> None:
+    print(f"spangrad run: {message}", file=sys.stderr)

@@ -7,9 +7,16 @@ user named. Names are never resolved: a host is private if it is `localhost` or 
 import functools
 import ipaddress
 from collections.abc import Iterable
+from typing import Final
 from urllib.parse import urlsplit
 
 from opentelemetry.trace import SpanContext, TraceFlags
+
+SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
+"""Of every span of ours."""
+_IDS: Final = "00-%032x-%016x-"
+SAMPLED_TRACEPARENT: Final = f"{_IDS}{SAMPLED:02x}".encode()
+"""The W3C header of a span of ours, for `%` with its trace id and span id."""
 
 
 class Destinations:
@@ -51,7 +58,7 @@ class Destinations:
 
 def traceparent(context: SpanContext) -> str:
     """The W3C header that makes `context` the parent of what the server does."""
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+    return f"{_IDS % (context.trace_id, context.span_id)}{context.trace_flags:02x}"
 
 
 def parse_traceparent(value: str) -> SpanContext | None:

@@ -19,20 +19,19 @@ from opentelemetry.sdk.trace import ReadableSpan, Span, SpanLimits, SpanProcesso
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+from opentelemetry.trace import NonRecordingSpan, SpanContext, set_span_in_context
 
 from spangrad.tracer import conventions as c
 from spangrad.tracer.calls import RawCall, span_of
 from spangrad.tracer.exporter import Exporter
 from spangrad.tracer.journal import Journal, Record
-from spangrad.tracer.propagation import Destinations
+from spangrad.tracer.propagation import SAMPLED, Destinations
 from spangrad.tracer.recovery import call_record, head_of, span_record
 from spangrad.tracer.redaction import Rule, redacted_span, remembering
 from spangrad.tracer.wire.repeated import Reader
 from spangrad.tracer.worker import Worker
 
 _MANY = 2**20
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 class RandomIds(IdGenerator):
@@ -133,7 +132,7 @@ class Runtime:
 
     def new_context(self, parent: SpanContext | None) -> SpanContext:
         """Ids for a span that is built later."""
-        return SpanContext(*self.new_ids(parent), is_remote=False, trace_flags=_SAMPLED)
+        return SpanContext(*self.new_ids(parent), is_remote=False, trace_flags=SAMPLED)
 
     def new_ids(self, parent: SpanContext | None) -> tuple[int, int]:
         """The same as numbers: trace and span."""

@@ -105,6 +105,7 @@ def init(
                 )
             return
         exporter = make_exporter(target, key, spool_dir)
+        exporter.says_outages = not _is_launched_for(target)
         try:
             _start(target, exporter, service_name, propagate_to, rule)
             _follow(
@@ -174,6 +175,12 @@ def make_exporter(
     if is_hub(target):
         return HubExporter(target, key or os.environ.get("SPANGRAD_KEY"), spool_dir)
     return SpoolExporter(target)
+
+
+def _is_launched_for(target: str) -> bool:
+    """Whether `spangrad run` has started this process: it says for all of them if the hub takes nothing."""
+    rollout, store = os.environ.get(children.ROLLOUT), os.environ.get(children.STORE)
+    return bool(rollout and not children.is_quiet(rollout) and store and resolve_target(store) == target)
 
 
 def _start(

@@ -63,15 +63,17 @@ class Worker(Generic[T]):
     ) -> None:
         """`finish` makes a span of an item, or nothing, on the worker's thread."""
         self.exporter = exporter
+        exporter.make_room = self._give_up_journal
         self.journal = journal
-        self.dropped = 0
+        self.dropped: int
         """Items that did not fit into the queue."""
-        self.broken = 0
+        self.broken: int
         """Items of which no span could be made."""
         self._finish = finish
         self._max_items = max_items
         self._max_bytes = max_bytes
         self._said = Periodically()
+        self._told: int
         self._queue: deque[tuple[T, int | None]]
         self._asked: queue.SimpleQueue[threading.Event | None]
         """Who waits for the queue to be empty; None: nobody, but it is to be emptied now."""
@@ -106,10 +108,8 @@ class Worker(Generic[T]):
                 self._asked.put(None)
         # Logging takes locks, too, which another thread may hold that is about to put something.
         if is_full and self._said.due():
-            logger.warning("the export queue is full: %d model calls lost so far", self.dropped)
-        if self.journal is not None and self.journal.problem is not None:
-            problem, self.journal.problem = self.journal.problem, None
-            logger.warning("%s: SIGKILL can cost calls that have just ended", problem)
+            self._told = self.dropped
+            logger.warning("the export queue is full: %d spans lost so far", self.dropped)
         if self._thread is None:
             self.start()
 
@@ -146,14 +146,12 @@ class Worker(Generic[T]):
         # Else the next process recovers it; something waits if a signal came in the middle of `put`.
         if flushed and not self.waiting:
             self.close_journal()
-        lost = self.dropped + self.broken
-        if lost or self.exporter.dropped or not flushed:
-            logger.warning(
-                "spangrad lost %d model calls and %d batches%s",
-                lost,
-                self.exporter.dropped,
-                "" if flushed else "; the last ones could not be written in time",
-            )
+        lost = self.dropped + self.broken + self.exporter.lost_spans
+        if self.exporter.says_losses and lost > self._told + self.broken + self.exporter.told_spans:
+            problem = self.exporter.problem or "the export queue was full"
+            logger.warning("spangrad lost %d spans (model calls, steps, rollouts): %s", lost, problem)
+        if not flushed:
+            logger.warning("spangrad could not write the last spans in time")
         return flushed
 
     def close_journal(self) -> None:
@@ -162,13 +160,23 @@ class Worker(Generic[T]):
             if self.journal is not None:
                 self.journal.close()
 
+    def _give_up_journal(self) -> None:
+        """The disk is full: the journal's room is worth more to spans that are to stay."""
+        if self._lock.acquire(timeout=_PATIENCE_S):  # as in `_export`
+            try:
+                self.close_journal()
+            finally:
+                self._lock.release()
+
     def after_fork_in_child(self) -> None:
-        """Forget the parent's items, locks and thread."""
+        """Forget the parent's items, losses, locks and thread."""
         self._own_process()
         if self.journal is not None:
             self.journal.after_fork_in_child()
 
     def _own_process(self) -> None:
+        self.dropped = self.broken = self._told = 0
+        self.exporter.lost_spans = self.exporter.told_spans = 0
         self._queue = deque()
         self._asked = queue.SimpleQueue()
         self._is_ending = False
@@ -236,9 +244,17 @@ class Worker(Generic[T]):
             logger.warning("export failed", exc_info=True)
         self._items_out += len(batch)
         self._bytes_out += sum(item.size_bytes for item, _ in batch)
+        self._say_journal_problem()
         # A signal handler that waits for this thread may have come over one that holds the lock.
         if self.journal is not None and self._lock.acquire(timeout=_PATIENCE_S):
             try:
                 self.journal.release([half for _, half in batch])
             finally:
                 self._lock.release()
+
+    def _say_journal_problem(self) -> None:
+        """Say why there is no journal, unless the spool is in the same trouble and has said so."""
+        if self.journal is not None and self.journal.problem is not None:
+            problem, self.journal.problem = self.journal.problem, None
+            if not self.exporter.lost_spans:
+                logger.warning("%s: SIGKILL can cost calls that have just ended", problem)

@@ -9,7 +9,7 @@
     [learner]  optimizer and loss (spangrad.trainer.learning.learner.LearnerConfig)
     [eval]     held-out evaluation
 
-An unknown key is an error that names the nearest known one. Paths are relative to
+An unknown section or key is an error that names the nearest known one. Paths are relative to
 the folder of the TOML file. `--set learner.lr=1e-4` overrides one value.
 """
 
@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar
 
 from spangrad.credit.assign import CreditConfig
 from spangrad.errors import ConfigError
-from spangrad.trainer.learning.learner_config import LearnerConfig
+from spangrad.trainer.learning.learner_config import LearnerConfig, require
 
 T = TypeVar("T")
 
@@ -41,16 +41,17 @@ class RunConfig:
     updates: int = 20
     """Number of updates after which the run is finished; 1 or more."""
     seed: int = 0
-    """Chooses tasks and initialises the learner's random numbers."""
+    """Chooses tasks and initialises the learner's random numbers; 0 or more."""
     keep_checkpoints: int = 2
     """Checkpoints kept on disk; 1 or more."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        _require(bool(self.id) and all(c.isalnum() or c in "-_." for c in self.id), "run.id", self.id,
+        require(bool(self.id) and all(c.isalnum() or c in "-_." for c in self.id), "run.id", self.id,
                  "letters, digits, '-', '_' and '.'")  # fmt: skip
-        _require(self.updates >= 1, "run.updates", self.updates, "1 or more")
-        _require(self.keep_checkpoints >= 1, "run.keep_checkpoints", self.keep_checkpoints, "1 or more")
+        require(self.updates >= 1, "run.updates", self.updates, "1 or more")
+        require(self.seed >= 0, "run.seed", self.seed, "0 or more")
+        require(self.keep_checkpoints >= 1, "run.keep_checkpoints", self.keep_checkpoints, "1 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,17 @@ class ServingConfig:
     served_name: str = "policy"
     """Model name that agents ask for."""
     publish_tolerance: float = 0.02
-    """Largest mean difference, in nats, between the served and the learner's logprobs after a publish."""
+    """Largest mean difference, in nats, between the served and the learner's logprobs after a publish;
+    more than 0."""
     engine_wait_s: float = 180.0
-    """How long a rollout worker waits for an engine that went away."""
+    """How long a rollout worker waits for an engine that went away; 0 or more."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        require(
+            self.publish_tolerance > 0, "serving.publish_tolerance", self.publish_tolerance, "more than 0"
+        )
+        require(self.engine_wait_s >= 0, "serving.engine_wait_s", self.engine_wait_s, "0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +104,21 @@ class AgentConfig:
     """Called as `reward(task: dict, output) -> float | None` after the rollout ended, outside the
     agent's process."""
     concurrency: int = 16
-    """Rollouts that one worker runs at the same time."""
+    """Rollouts that one worker runs at the same time; 1 or more."""
     workers: int = 1
-    """Rollout workers (Ray tasks)."""
+    """Rollout workers (Ray tasks); 1 or more."""
     timeout_s: float = 120.0
-    """A rollout that takes longer has failed."""
+    """A rollout that takes longer has failed; more than 0."""
     max_attempts: int = 3
-    """Attempts per rollout."""
+    """Attempts per rollout; 1 or more."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of the agent's process."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
         for name in ("concurrency", "workers", "max_attempts"):
-            _require(getattr(self, name) >= 1, f"agent.{name}", getattr(self, name), "1 or more")
-        _require(self.timeout_s > 0, "agent.timeout_s", self.timeout_s, "more than 0")
+            require(getattr(self, name) >= 1, f"agent.{name}", getattr(self, name), "1 or more")
+        require(self.timeout_s > 0, "agent.timeout_s", self.timeout_s, "more than 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,28 +126,30 @@ class RolloutConfig:
     """What an update learns from."""
 
     groups_per_update: int = 16
-    """Tasks per update."""
+    """Tasks per update; 1 or more."""
     group_size: int = 8
-    """Rollouts of each task; 2 or more for group estimators."""
+    """Rollouts of each task; 2 or more."""
     temperature: float = 1.0
     """Sampling temperature for training rollouts; more than 0."""
     max_staleness: int = 0
-    """Updates that a trained token may be older than the learner; a rollout with an older one is refused."""
+    """Updates that a trained token may be older than the learner; a rollout with an older one is refused.
+    0 or more."""
     aggregation: Literal["rollout-token-mean", "token-mean"] = "token-mean"
     """`token-mean`: every trained token counts the same, so that what all members of a group share cancels
     out. `rollout-token-mean`: every rollout counts the same, which favours the tokens of short ones."""
     refills: int = 3
-    """New sets of tasks tried when a whole batch says nothing (all rewards of every group equal)."""
-    reward_authors: tuple[str, ...] = ("evaluator", "operator")
+    """New sets of tasks tried when a whole batch says nothing (all rewards of every group equal); 0 or
+    more."""
+    reward_authors: tuple[Literal["agent", "evaluator", "operator"], ...] = ("evaluator", "operator")
     """Whose rewards count. `agent` can be forged by the policy's own process."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        _require(
-            self.groups_per_update >= 1, "rollout.groups_per_update", self.groups_per_update, "1 or more"
-        )
-        _require(self.group_size >= 2, "rollout.group_size", self.group_size, "2 or more")
-        _require(self.temperature > 0, "rollout.temperature", self.temperature, "more than 0")
+        require(self.groups_per_update >= 1, "rollout.groups_per_update", self.groups_per_update, "1 or more")
+        require(self.group_size >= 2, "rollout.group_size", self.group_size, "2 or more")
+        require(self.temperature > 0, "rollout.temperature", self.temperature, "more than 0")
+        require(self.max_staleness >= 0, "rollout.max_staleness", self.max_staleness, "0 or more")
+        require(self.refills >= 0, "rollout.refills", self.refills, "0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +159,19 @@ class EvalConfig:
     every: int = 0
     """Evaluate after every so many updates; 0: only before and after."""
     tasks: int = 128
-    """Held-out tasks before and after."""
+    """Held-out tasks before and after; 1 or more."""
     tasks_between: int = 64
-    """Held-out tasks of the evaluations in between."""
+    """Held-out tasks of the evaluations in between; 1 or more."""
     success_at: float = 1.0
     """A rollout succeeded if its reward is at least this."""
     seed: int = 1_000_003
     """Seed of the held-out tasks."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        require(self.every >= 0, "eval.every", self.every, "0 or more")
+        for name in ("tasks", "tasks_between"):
+            require(getattr(self, name) >= 1, f"eval.{name}", getattr(self, name), "1 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +200,12 @@ def resolve(path: str, base_dir: str) -> Path:
     return Path(base_dir, path).expanduser().resolve()
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, besides: Sequence[str] = ()
+) -> TrainConfig:
     """Read a TOML file; `overrides` are `section.key=value` with the value in TOML or as plain text.
+
+    Sections in `besides` are somebody else's and are left out.
 
     Raises:
         ConfigError: The file can't be read, a key is unknown, a value has the wrong type or range.
@@ -196,10 +217,33 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise ConfigError(f"{str(file)!r} can't be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(file)!r} is not TOML: {error}") from error
+    for section in besides:
+        raw.pop(section, None)
     for override in overrides:
         _apply(raw, override)
-    raw.setdefault("base_dir", str(file.resolve().parent))
-    return build(TrainConfig, raw, where=str(file))
+    return build_run(raw, file.resolve().parent, where=str(file))
+
+
+def build_run(raw: Mapping[str, Any], base_dir: Path, *, where: str) -> TrainConfig:
+    """Make the config of a run from the sections of a TOML file; relative paths start from `base_dir`.
+
+    Raises:
+        ConfigError: A section or key is unknown, a value has the wrong type or range.
+    """
+    sections = [f.name for f in dataclasses.fields(TrainConfig) if f.name != "base_dir"]
+    for name, value in raw.items():
+        if name in sections:
+            continue
+        known = f"known are {', '.join(sections)}"
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where}: key {name!r} is in no section; {known}")
+        near = difflib.get_close_matches(name, sections, n=1)
+        raise ConfigError(
+            f"{where}: unknown section {name!r}; {f'did you mean {near[0]!r}?' if near else known}"
+        )
+    if missing := [name for name in ("run", "agent") if name not in raw]:
+        raise ConfigError(f"{where}: section {missing[0]!r} is missing")
+    return dataclasses.replace(build(TrainConfig, raw, where=where), base_dir=str(base_dir))
 
 
 def build(kind: type[T], raw: Mapping[str, Any], *, where: str) -> T:
@@ -289,8 +333,3 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     if not isinstance(table, dict):
         raise ConfigError(f"--set {override!r}: {section!r} is not a table")
     table[key] = value
-
-
-def _require(holds: bool, key: str, value: object, expected: str) -> None:
-    if not holds:
-        raise ConfigError(f"{key} is {value!r}, expected {expected}")

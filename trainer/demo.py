@@ -25,11 +25,11 @@ from spangrad.errors import ConfigError
 from spangrad.store import open_store
 from spangrad.store.base import Store
 from spangrad.trainer.cluster import start_learner, start_ray
-from spangrad.trainer.config import TrainConfig, build, to_dict
+from spangrad.trainer.config import TrainConfig, build, build_run, to_dict
 from spangrad.trainer.evaluation import Evaluation, evaluate, values_of
 from spangrad.trainer.loop import Metrics, train
 from spangrad.trainer.policies.warm_start import WarmStart, WarmStartConfig, warm_start
-from spangrad.trainer.processes import free_port
+from spangrad.trainer.processes import free_port, own_command
 from spangrad.trainer.reporting.report import (
     EvalResult,
     Example,
@@ -258,7 +258,7 @@ def _load(example: Path, options: DemoOptions, folder: Path) -> tuple[WarmStartC
     run = {**raw.get("run", {}), "seed": options.seed, "folder": str(folder / "runs")}
     if options.updates is not None:
         run["updates"] = options.updates
-    config = build(TrainConfig, {**raw, "run": run, "base_dir": str(example)}, where=str(file))
+    config = build_run({**raw, "run": run}, example, where=str(file))
     # Every seed is measured on held-out tasks of its own.
     evaluation = dataclasses.replace(config.eval, seed=config.eval.seed + options.seed)
     return warm, dataclasses.replace(config, eval=evaluation)
@@ -380,9 +380,8 @@ def _say(result: DemoResult, options: DemoOptions, console: Console) -> None:
     console.print(f"engine-to-learner logprob gap: mean {result.gap_mean:.2g} nats", highlight=False)
     console.print(f"{result.updates} updates in {result.minutes:.1f} minutes", highlight=False)
     console.print(f"store:  {result.store}", soft_wrap=True, highlight=False)
-    console.print(
-        f"traces: spangrad rollouts --store {shlex.quote(result.store)}", soft_wrap=True, highlight=False
-    )
+    command = f"{own_command()} rollouts --store {shlex.quote(result.store)}"
+    console.print(f"traces: {command}", soft_wrap=True, highlight=False, markup=False)
     console.print(f"report: {result.report}", soft_wrap=True, highlight=False)
     if options.json:
         print(json.dumps(result.to_json()), flush=True)

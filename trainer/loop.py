@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spangrad.adapters.calls import calls_of, record_calls
 from spangrad.credit.pipeline import CreditedBatch, credited_rows
 from spangrad.credit.transition import Transition
 from spangrad.errors import ConfigError, EmptyBatchError, StoreError
@@ -37,7 +36,7 @@ from spangrad.trainer.config import TrainConfig, resolve
 from spangrad.trainer.evaluation import Evaluation, evaluate
 from spangrad.trainer.learning import checkpoint
 from spangrad.trainer.plugins import load_callable, load_tasks
-from spangrad.trainer.resuming import claim_folder, load_keys, repair, update_from_json
+from spangrad.trainer.resuming import claim_folder, continues, load_keys, repair, update_from_json
 from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, update_rollouts, worker_config
 from spangrad.trainer.rollouts.worker import WorkerReport
 from spangrad.trainer.serving.publish import prove, publish, served_logprobs, served_version
@@ -63,8 +62,19 @@ class TrainReport:
 class Run:
     """One training run: its learner, its store, its place in the loop."""
 
-    def __init__(self, config: TrainConfig, keys: RunKeys | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        keys: RunKeys | None = None,
+        *,
+        on_note: Callable[[str], None] | None = None,
+    ) -> None:
         """Check what can be checked before anything is started.
+
+        Args:
+            config: See `spangrad.trainer.config`.
+            keys: Bearer keys; None: read from `hub.keys`.
+            on_note: Called with a line for the person who started the run.
 
         Raises:
             ConfigError: Agent, tasks or reward can't be loaded, or the run was begun with other ones.
@@ -74,6 +84,7 @@ class Run:
         """
         self.config = config
         self.keys = keys or load_keys(config)
+        self._on_note = on_note or logger.info
         self.update_index = 0
         self.policy_version = 0
         self.folder = config.folder
@@ -98,6 +109,8 @@ class Run:
     def __enter__(self) -> "Run":
         """Start Ray and the learner, and continue where the last process ended."""
         self._lock = claim_folder(self.folder, self.config)
+        if (line := continues(self.store, self.config, self.checkpoints)) is not None:
+            self._on_note(line)
         start_ray()
         self.learner = start_learner(
             dataclasses.replace(self.config.learner, model_path=str(self._model), seed=self.config.run.seed)
@@ -121,7 +134,6 @@ class Run:
             self.policy_version = update.policy_version
             self._weights = newest
             if committed is None or committed.update_index < update.update_index:
-                record_calls(self.store, calls_of(self.store, update.rollout_ids))
                 self.store.commit_update(dataclasses.replace(update, checkpoint=str(newest)))
         if committed is not None and committed.update_index >= self.update_index:
             raise StoreError(
@@ -145,6 +157,12 @@ class Run:
         started = time.monotonic()
         credit_s = 0.0
         for refill in range(config.refills + 1):
+            if refill:
+                logger.warning(
+                    "update %d: no group of %d rollouts has different rewards; trying other tasks,"
+                    " refill %d of %d",
+                    *(self.update_index, len(seen), refill, config.refills),
+                )
             ended, reports = self._run_rollouts(refill)
             seen += ended
             for report in reports:
@@ -170,7 +188,6 @@ class Run:
                     "time/credit_s": credit_s,
                 }
                 return batch, seen, metrics
-            logger.warning("update %d: no group says anything, refill %d", self.update_index, refill + 1)
         raise EmptyBatchError(self._why_empty(batch, seen))
 
     def _run_rollouts(self, refill: int) -> tuple[list[Rollout], list[WorkerReport]]:
@@ -215,7 +232,6 @@ class Run:
             record={"update": dataclasses.asdict(update)},
             keep=self.config.run.keep_checkpoints,
         )
-        record_calls(self.store, batch.calls)
         self.store.commit_update(dataclasses.replace(update, checkpoint=str(self._weights)))
         self.update_index += 1
         self.policy_version += 1
@@ -271,8 +287,8 @@ class Run:
     def _why_empty(self, batch: CreditedBatch, rollouts: list[Rollout]) -> str:
         trainable = sum(int(row.action_mask.sum()) for row in batch.rows)
         first = f"; first refusal: {batch.refused[0].reason}" if batch.refused else ""
-        failed = [rollout for rollout in rollouts if rollout.error]
-        broken = f"; first failure: {failed[0].error_type}: {failed[0].error}" if failed else ""
+        failures = [rollout.failure for rollout in rollouts if rollout.failure]
+        broken = f"; first failure: {failures[0]}" if failures else ""
         return (
             f"update {self.update_index}: nothing to learn from {len(rollouts)} rollouts:"
             f" {trainable} trainable tokens, {int(batch.diagnostics.get('groups/informative', 0))} of"
@@ -288,6 +304,7 @@ def train(
     *,
     keys: RunKeys | None = None,
     on_update: Callable[[int, Metrics], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
     evaluate_after: bool = True,
 ) -> TrainReport:
     """Run until `run.updates` updates are done; the same command continues after a crash.
@@ -296,10 +313,11 @@ def train(
         config: See `spangrad.trainer.config`.
         keys: Bearer keys; None: read from `hub.keys`.
         on_update: Called with (update index, metrics) after every update.
+        on_note: Called with a line for the person who started the run: where it continues.
         evaluate_after: Evaluate in between as `eval.every` says.
     """
     report = TrainReport()
-    with Run(config, keys) as run:
+    with Run(config, keys, on_note=on_note) as run:
         while run.update_index < config.run.updates:
             batch, rollouts, metrics = run.collect()
             metrics = run.learn(batch, rollouts, metrics)

@@ -5,12 +5,15 @@ Knows how to start, wait for, and end a process. Knows nothing of what it serves
 * A child is killed by the kernel when its parent dies, however it dies (Linux).
 * A port is checked before a child is started, so that "taken" is one clear line.
 * `stop` sends SIGTERM, waits, then SIGKILL; it only touches the child's own group.
+* A command that is told to a person (`own_command`) works when it is pasted.
 """
 
 import contextlib
 import ctypes
 import os
 import random
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -55,6 +58,27 @@ def require_free_port(host: str, port: int, *, what: str) -> None:
                 f"{what}: {host}:{port} is taken ({error.strerror});"
                 " stop what listens there or choose another port"
             ) from error
+
+
+def own_command(*, from_anywhere: bool = False) -> str:
+    """How `spangrad` is called in this folder: its name, or its path if that finds none or another.
+
+    With `from_anywhere`, a path that holds in other folders too.
+    """
+    program = Path(sys.argv[0])
+    if program.name == "__main__.py" and program.parent.name == "spangrad":
+        return f"{_shown(Path(sys.executable), from_anywhere)} -m spangrad"
+    found = shutil.which("spangrad")
+    if program.name != "spangrad" or (found is not None and Path(found).resolve() == program.resolve()):
+        return "spangrad"
+    return _shown(program, from_anywhere)
+
+
+def _shown(program: Path, from_anywhere: bool) -> str:
+    path = program.absolute()
+    if path.is_relative_to(Path.cwd()) and not from_anywhere:
+        path = path.relative_to(Path.cwd())
+    return shlex.quote(str(path) if os.sep in str(path) else f".{os.sep}{path}")
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -19,6 +19,7 @@ from spangrad.store.keys import Keys
 from spangrad.store.records import Reward, RolloutStatus, Update, UpdateSample
 from spangrad.trainer.config import TrainConfig, resolve, to_dict
 from spangrad.trainer.evaluation import values_of
+from spangrad.trainer.learning import checkpoint
 from spangrad.trainer.rollouts.scheduling import RunKeys
 from spangrad.trainer.rollouts.worker import as_reward
 
@@ -69,6 +70,24 @@ def claim_folder(folder: Path, config: TrainConfig) -> TextIO:
                 )
     file.write_text(json.dumps(now, indent=2))
     return lock
+
+
+def continues(store: Store, config: TrainConfig, checkpoints: Path) -> str | None:
+    """One line that says where the run goes on; None if it begins.
+
+    Raises:
+        StoreError: The newest checkpoint can't be read.
+    """
+    run = f"run {config.run.id!r}"
+    newest = checkpoint.latest(checkpoints)
+    if newest is None:
+        if not store.rollouts(run_id=config.run.id, split="train"):
+            return None
+        return f"continuing {run} at update 0 (no checkpoint yet: from the starting weights)"
+    done = update_from_json(checkpoint.load_record(newest)["update"]).update_index + 1
+    if done >= config.run.updates:
+        return f"{run} has all its {config.run.updates} updates (checkpoint {newest}); serving its policy"
+    return f"continuing {run} at update {done} (checkpoint {newest})"
 
 
 def repair(store: Store, config: TrainConfig, keys: RunKeys, reward: Callable[..., Any]) -> None:

@@ -2,7 +2,8 @@
 
 Knows which process needs which address and key. Knows nothing of training.
 
-* Ports are checked before anything starts; each process logs into `<folder>/logs`.
+* What can be checked (ports, addresses, keys, model, store) is, before anything is written or started;
+  each process logs into `<folder>/logs`.
 * Keys are made once and kept in a file that only its owner can read. Gateway and
   agents get the agent's key; nobody but the trainer gets the trainer's.
 * `watch` starts again what dies, as often as it takes. A trainer that finds another version than
@@ -16,10 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from spangrad.errors import SpangradError
+from spangrad.errors import ConfigError, SpangradError
+from spangrad.store.file_store import check_file
 from spangrad.store.keys import Keys
+from spangrad.tracer.gateway.config import GatewayConfig
 from spangrad.trainer.processes import Service, require_free_port
 from spangrad.trainer.serving.engine import Engine, EngineConfig
+from spangrad.trainer.serving.weight_files import check_model_folder
 
 LONGEST_PAUSE_S: Final = 60.0
 """Between two tries to start a part again."""
@@ -60,14 +64,11 @@ class Stack:
     """The running processes."""
 
     def __init__(self, config: UpConfig) -> None:
-        """Make or load the keys; `start_hub` and the others start processes."""
+        """Load the keys, or make them, to be written when `start_hub` or another starts a process."""
         self.config = config
         self.folder = Path(config.folder).resolve()
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.keys_file = self.folder / "keys.json"
         self.keys = Keys.load(self.keys_file) if self.keys_file.exists() else Keys.generate()
-        if not self.keys_file.exists():
-            self.keys.save(self.keys_file)
         self.hub: Service | None = None
         self.gateway: Service | None = None
         self.engine: Engine | None = None
@@ -87,15 +88,30 @@ class Stack:
         """The engine's own address."""
         return self.config.engine_url or f"http://127.0.0.1:{self.config.engine_port}"
 
-    def check_ports(self) -> None:
-        """Raise PortInUseError for the first address that is taken."""
-        require_free_port(self.config.host, self.config.hub_port, what="hub")
-        require_free_port(self.config.host, self.config.gateway_port, what="gateway")
-        if self.config.engine_url is None and self.config.model is not None:
-            require_free_port("127.0.0.1", self.config.engine_port, what="engine")
+    def check(self) -> None:
+        """Raise what starting would raise as far as it can be known, before anything is written.
+
+        Raises:
+            ConfigError: A setting of the gateway or of the engine can't be.
+            PolicyError: The model folder can't be served.
+            PortInUseError: The first address that is taken.
+            StoreError: The store's file can't be opened.
+        """
+        config = self.config
+        GatewayConfig(self.engine_url, store=self.hub_url, host=config.host, agent_key=self.keys.agent)
+        if config.hub_port == config.gateway_port:
+            raise ConfigError(f"hub and gateway have port {config.hub_port}, both; choose two")
+        if config.engine_url is None and config.model is not None:
+            self._engine_config(config.model)
+            check_model_folder(config.model)
+            require_free_port("127.0.0.1", config.engine_port, what="engine")
+        require_free_port(config.host, config.hub_port, what="hub")
+        require_free_port(config.host, config.gateway_port, what="gateway")
+        check_file(config.store)
 
     def start_hub(self) -> None:
         """Start the hub and wait until it answers."""
+        self._write_keys()
         self.hub = Service(
             "hub",
             [
@@ -111,6 +127,7 @@ class Stack:
 
     def start_gateway(self) -> None:
         """Start the gateway and wait until it answers."""
+        self._write_keys()
         raw_log = ("--raw-log", self.config.raw_log) if self.config.raw_log else ()
         self.gateway = Service(
             "gateway",
@@ -130,16 +147,7 @@ class Stack:
         """Start the engine and wait until it serves."""
         folder = model or self.config.model
         assert folder is not None
-        self.engine = Engine(
-            EngineConfig(
-                model=folder,
-                port=self.config.engine_port,
-                served_model_name=self.config.served_name,
-                max_model_len=self.config.max_model_len,
-                max_num_seqs=self.config.max_num_seqs,
-                log=str(self.folder / "logs" / "engine.log"),
-            )
-        )
+        self.engine = Engine(self._engine_config(folder))
         self.engine.start()
         self.engine.wait_ready()
 
@@ -156,6 +164,27 @@ class Stack:
         if part is not None:
             part.stop()
 
+    def _engine_config(self, model: str) -> EngineConfig:
+        return EngineConfig(
+            model=model,
+            port=self.config.engine_port,
+            served_model_name=self.config.served_name,
+            max_model_len=self.config.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            log=str(self.folder / "logs" / "engine.log"),
+        )
+
+    def _write_keys(self) -> None:
+        if not self.keys_file.exists():
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.keys.save(self.keys_file)
+            except OSError as error:
+                raise ConfigError(
+                    f"keys can't be written to {str(self.keys_file)!r}: {error.strerror}; "
+                    "name another folder with --folder"
+                ) from error
+
     def __enter__(self) -> "Stack":
         """Nothing is started yet; leaving stops whatever was."""
         return self
@@ -168,7 +197,7 @@ class Stack:
 def up(config: UpConfig, *, say: Callable[[str], None] = print) -> None:
     """Start hub, engine and gateway, say where they are, and keep the engine alive until interrupted."""
     with Stack(config) as stack:
-        stack.check_ports()
+        stack.check()
         stack.start_hub()
         say(f"hub      {stack.hub_url}  (store {config.store}, keys {stack.keys_file})")
         if config.engine_url is None and config.model is not None:

@@ -7,7 +7,7 @@
     |   +-- StoreLockedError              another process holds the file
     |   +-- StoreFullError                the disk is full; nothing was acknowledged
     |   +-- DatabaseFailedError           the database failed; the same may work later
-    |   +-- SchemaVersionError            the file was written by a newer spangrad
+    |   +-- SchemaVersionError            a newer spangrad wrote the file, or an older one
     |   +-- HubUnreachableError (ConnectionError)   no hub answers at that address
     |   +-- PermissionDeniedError (PermissionError) the key does not allow that
     |   +-- LeaseLostError                the rollout or group belongs to somebody else by now
@@ -57,7 +57,7 @@ class DatabaseFailedError(StoreError):
 
 
 class SchemaVersionError(StoreError):
-    """The store was written by a newer spangrad."""
+    """The store was written by a newer spangrad, or by an older one and is opened for reading only."""
 
 
 class HubUnreachableError(StoreError, ConnectionError):

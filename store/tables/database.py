@@ -7,6 +7,7 @@ Knows connections; knows no table. Invariants:
   its log at commit), when it raised there is nothing of it;
 * an error that is none of the caller's doing is one of `OUTAGES`;
 * somebody else's database is refused and left as it is;
+* opened for reading, a file is not changed: a log that a killed writer left is replayed in memory;
 * SQL can't reach files or the network: external access is off and can't be turned on.
 """
 
@@ -24,8 +25,14 @@ from typing import Any, Final
 
 import duckdb
 
-from spangrad.errors import DatabaseFailedError, StoreError, StoreFullError, StoreLockedError
-from spangrad.store.migrations import check_version, is_empty, migrate
+from spangrad.errors import (
+    DatabaseFailedError,
+    SchemaVersionError,
+    StoreError,
+    StoreFullError,
+    StoreLockedError,
+)
+from spangrad.store.migrations import SCHEMA_VERSION, check_version, is_empty, migrate
 
 THREADS = 4
 MEMORY_LIMIT = "4GB"
@@ -72,10 +79,16 @@ class Database:
 
     def _prepare(self) -> None:
         try:
-            if check_version(self._con, self.path.name) == 0 and (self.read_only or not is_empty(self._con)):
+            version = check_version(self._con, self.path.name)
+            if version == 0 and (self.read_only or not is_empty(self._con)):
                 raise StoreError(f"{str(self.path)!r} is a database, but no spangrad store; check the path")
             if not self.read_only:
                 migrate(self._con, self.path.name)
+            elif version < SCHEMA_VERSION:
+                raise SchemaVersionError(
+                    f"{self.path.name!r} has schema {version}, this spangrad reads {SCHEMA_VERSION}; "
+                    "open it once without read_only=True to bring it up to date"
+                )
             self._con.execute("SET lock_configuration = true")
         except duckdb.Error as error:
             raise store_error(error, self.path) from error
@@ -193,6 +206,8 @@ def _check_path(path: Path, read_only: bool) -> None:
     if path.is_dir():
         raise StoreError(f"{str(path)!r} is a folder; a store is one file, such as 'spans.duckdb'")
     if path.exists():
+        if read_only and path.is_file() and path.stat().st_size == 0:
+            raise StoreError(f"{str(path)!r} is an empty file, no spangrad store; check the path")
         return
     if read_only:
         raise StoreError(f"there is no store at {str(path)!r}; check the path")

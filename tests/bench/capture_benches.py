@@ -180,9 +180,7 @@ def bench_memory(*, calls: int = 100_000) -> list[Figure]:
     found = program(sys.executable, MEMORY, "--calls", calls)
     grown = found["rss_mb"][-1] - found["rss_mb"][0]
     note = "MB after each fifth: " + " ".join(f"{mark:.0f}" for mark in found["rss_mb"])
-    note += (
-        f"; spool {found['spool_mb']:.1f} of {found['bound_mb']:.0f} MB, {found['dropped']} batches dropped"
-    )
+    note += f"; spool {found['spool_mb']:.1f} of {found['bound_mb']:.0f} MB, {found['lost']} spans lost"
     return [
         *figures,
         Figure(f"tracer, grown over {calls} calls, hub down", grown, "MB", at_most=8.0, note=note),

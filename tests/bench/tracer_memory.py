@@ -48,7 +48,7 @@ def main() -> None:
             "rss_mb": marks,
             "spool_mb": exporter.spool.size_bytes() / 2**20,
             "bound_mb": BOUND_BYTES / 2**20,
-            "dropped": exporter.dropped,
+            "lost": exporter.lost_spans,
             "lost_in_queue": runtime.worker.dropped,
         }
         spangrad.shutdown(1)

@@ -175,3 +175,72 @@ def test_episode_advantages_sum_to_zero_in_every_group(members):
     for group in {t.group_id for t in batch}:
         parts = [result.advantages[t.rollout_id, f"{t.rollout_id}-0"] for t in batch if t.group_id == group]
         assert abs(sum(a for a in parts if a is not None)) < 1e-9
+
+
+def test_equal_rewards_paid_sooner_or_later_are_equal():
+    batch = [trajectory("a", 1.0, "sxx"), trajectory("b", 1.0, "sx")]
+    config = CreditConfig(step="gigpo", gamma=0.95)
+    # At s the discounted returns are .9025 and .95: that is length alone.
+    result = assign(batch, config)
+    assert set(result.advantages.values()) == {0.0}
+    assert (result.diagnostics.informative_groups, result.diagnostics.equal_groups) == (0, 1)
+    one_failed = assign([*batch, trajectory("c", 0.0, "sx")], config)
+    assert one_failed.of("b")["b-0"] > one_failed.of("a")["a-0"] > 0
+    assert one_failed.diagnostics.equal_groups == 0
+
+
+def test_equal_returns_earned_in_different_steps_are_a_signal_of_the_step_term_alone():
+    # From s both earn 1; from x on, a earns 1 and b nothing.
+    batch = [trajectory("a", 0.0, "sx", rewards=[0.0, 1.0]), trajectory("b", 0.0, "sx", rewards=[1.0, 0.0])]
+    with_steps = assign(batch, CreditConfig(step="gigpo", gamma=1.0, scale_by_std=False))
+    assert with_steps.of("a") == {"a-0": 0.0, "a-1": 0.5}
+    assert with_steps.diagnostics.informative_groups == 1
+    for config in (CreditConfig(), CreditConfig(step="gigpo", step_weight=0.0)):
+        alone = assign(batch, config)
+        assert set(alone.advantages.values()) == {0.0}
+        assert (alone.diagnostics.informative_groups, alone.diagnostics.equal_groups) == (0, 1)
+
+
+def test_equal_rewards_in_another_order_are_no_signal_of_rounding():
+    # From left to right 0.1 + 0.2 + 0.3 is 0.6000000000000001, 0.3 + 0.2 + 0.1 is 0.6.
+    batch = [
+        trajectory("a", 0.0, "---", rewards=[0.1, 0.2, 0.3]),
+        trajectory("b", 0.0, "---", rewards=[0.3, 0.2, 0.1]),
+    ]
+    result = assign(batch, CreditConfig(step="gigpo"))
+    assert set(result.advantages.values()) == {0.0}
+
+
+def test_a_lone_rollout_that_comes_back_to_a_state_gets_zero():
+    result = assign([trajectory("a", 1.0, "sts", rewards=[0.0, 0.5, 0.0])], CreditConfig(step="gigpo"))
+    assert set(result.advantages.values()) == {0.0}
+    assert (result.diagnostics.singleton_groups, result.diagnostics.equal_groups) == (1, 0)
+
+
+anchors_of_groups = st.lists(st.lists(st.text("abc-", max_size=5), min_size=2, max_size=5), max_size=4)
+credits = st.sampled_from(
+    [
+        *({"episode": episode, "step": "gigpo"} for episode in ("grpo", "rloo", "none")),
+        *({"episode": episode} for episode in ("grpo", "rloo")),
+        {"step": "gigpo_as_published"},
+    ]
+)
+
+
+@given(
+    anchors_of_groups,
+    st.sampled_from([0.0, 0.3, 1.0, -2.5]),
+    credits,
+    st.floats(0.0, 1.0),
+    st.booleans(),
+    st.sampled_from([0, 1]),
+)
+def test_equal_rewards_give_zero_for_every_estimator_and_discount(groups, reward, credit, gamma, scale, ddof):
+    batch = [
+        trajectory(f"r{g}-{i}", reward, anchors, f"g{g}")
+        for g, members in enumerate(groups)
+        for i, anchors in enumerate(members)
+    ]
+    result = assign(batch, CreditConfig(gamma=gamma, scale_by_std=scale, ddof=ddof, **credit))
+    assert all(advantage == 0.0 for advantage in result.advantages.values())
+    assert (result.diagnostics.informative_groups, result.diagnostics.equal_groups) == (0, len(groups))

@@ -147,7 +147,7 @@ def test_no_half_rollout_is_trained(store):
     batch = credited_rows(store, [queued], None)
     assert (batch.rows, [r.reason for r in batch.refused]) == (
         [],
-        ["rollout did not succeed: queued (EngineError)"],
+        ["rollout did not succeed: queued (EngineError: killed)"],
     )
     store.claim(worker="w", limit=1)
     store.put_otlp(encode_request(spans_of("x", "2", attempt=1)))

@@ -240,7 +240,7 @@ def made(
     return calls, advantages
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rollouts)
 def test_every_sampled_token_of_a_trained_call_is_trained_once_and_nothing_else_is(specification):
     calls, advantages = made(specification)
@@ -270,7 +270,7 @@ def test_every_sampled_token_of_a_trained_call_is_trained_once_and_nothing_else_
     }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(rollouts, min_size=1, max_size=3),
     st.sampled_from(["rollout-token-mean", "token-mean", "constant"]),
@@ -290,7 +290,7 @@ def test_cutting_rollouts_into_other_rows_changes_no_weighted_sum(specifications
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(rollouts, min_size=1, max_size=3))
 def test_every_rollout_with_a_trained_token_weighs_the_same(specifications):
     rows: list[Transition] = []

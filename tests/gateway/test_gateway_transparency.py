@@ -128,6 +128,38 @@ def test_agents_cannot_reach_the_engines_control_plane(gateway: Setup) -> None:
         assert answer.json()["error"]["type"] == "not_found", path
 
 
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain; charset=utf-8"])
+def test_json_is_taken_whatever_the_client_calls_it(gateway: Setup, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    content = json.dumps(body("hello"))
+    answer = httpx.post(f"{gateway.url}/v1/chat/completions", content=content, headers=headers)
+    assert answer.status_code == 200
+    assert gateway.engine.headers[-1]["content-type"] == "application/json"
+    httpx.post(
+        f"{gateway.url}/v1/chat/completions", json=body("b"), headers={"content-type": "Application/JSON"}
+    )
+    assert gateway.engine.headers[-1]["content-type"] == "Application/JSON"
+
+
+def test_a_path_that_is_not_there_is_told_with_those_that_are(gateway: Setup) -> None:
+    for method, path in (
+        ("GET", "/v1/nosuch"),
+        ("POST", "/v1/nosuch"),
+        ("POST", "/nosuch"),
+        ("GET", "/nosuch"),
+    ):
+        answer = httpx.request(method, f"{gateway.url}{path}")
+        error = answer.json()["error"]
+        assert (answer.status_code in (404, 405), error["type"]) == (True, "not_found"), path
+        assert f"no {method} {path}" in error["message"]
+        assert "POST /v1/chat/completions, " in error["message"] and "GET /v1/models" in error["message"]
+    with (
+        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="any") as sdk,
+        pytest.raises(openai.NotFoundError),
+    ):
+        sdk.models.retrieve("other")
+
+
 def test_a_wrong_or_missing_key_is_refused(start_gateway: GatewayFactory) -> None:
     gateway = start_gateway(agent_key="agents", engine_key="engines")
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "agents"}):

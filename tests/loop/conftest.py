@@ -35,7 +35,8 @@ class Ground:
 
     def config(self, run_id: str, **changes: object) -> Path:
         """Write the TOML file of a run."""
-        values = {"updates": 3, "reward": "reward", "max_attempts": 3, "refills": 3, **changes}
+        defaults = {"updates": 3, "function": "run", "reward": "reward", "max_attempts": 3, "refills": 3}
+        values = {**defaults, **changes}
         file = self.folder / f"{run_id}.toml"
         file.write_text(
             textwrap.dedent(f"""
@@ -52,7 +53,7 @@ class Ground:
             model = "{self.model}"
             engine_wait_s = 60
             [agent]
-            function = "{HERE}/counting_agent.py:run"
+            function = "{HERE}/counting_agent.py:{values["function"]}"
             tasks = "{HERE}/counting_agent.py:tasks"
             reward = "{HERE}/counting_agent.py:{values["reward"]}"
             concurrency = 8

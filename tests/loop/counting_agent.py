@@ -7,10 +7,21 @@ import httpx
 
 def run(task):
     """Two calls; the second sees the first's reply."""
+    return {"text": "".join(talk(task, lambda texts: len(texts) < 2))}
+
+
+def run_on(task):
+    """One to four calls, more or less by chance: rollouts differ in length."""
+    return {"text": "".join(talk(task, lambda texts: len(texts) < 4 and sum(texts[-1].encode()) % 2))}
+
+
+def talk(task, goes_on):
+    """Replies of the model, each after those before it, for as long as `goes_on(replies)`."""
     url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
     headers = {"authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     messages = [{"role": "user", "content": task["question"]}]
-    for _ in range(2):
+    texts: list[str] = []
+    while not texts or goes_on(texts):
         reply = httpx.post(
             url,
             headers=headers,
@@ -23,12 +34,12 @@ def run(task):
             },
         )
         reply.raise_for_status()
-        message = reply.json()["choices"][0]["message"]
+        texts.append(reply.json()["choices"][0]["message"]["content"] or "")
         messages += [
-            {"role": "assistant", "content": message["content"] or ""},
+            {"role": "assistant", "content": texts[-1]},
             {"role": "user", "content": "again"},
         ]
-    return {"text": "".join(m["content"] for m in messages if m["role"] == "assistant")}
+    return texts
 
 
 def tasks(split, n, seed):

@@ -132,8 +132,9 @@ def test_a_killed_trainer_continues_and_trains_nothing_twice_or_never(ground):
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert process.returncode == -signal.SIGKILL, "it ended before it was killed"
-    code, _, err = end(ground.start(config))
+    code, out, err = end(ground.start(config))
     assert code == 0, err
+    assert out.startswith("continuing run 'killed' at update ")
     done = ground.store.updates("killed")
     assert [update.update_index for update in done] == list(range(updates))
     consumed = Counter(rollout for update in done for rollout in update.rollout_ids)
@@ -180,8 +181,10 @@ def test_a_trainer_that_died_between_checkpoint_and_commit_commits_when_it_comes
 
 
 def test_a_batch_that_says_nothing_is_one_clear_line_and_nothing_is_consumed(ground):
-    code, _, err = end(ground.start(ground.config("hopeless", reward="equal_reward", refills=1)))
+    hopeless = ground.config("hopeless", function="run_on", reward="equal_reward", refills=1)
+    code, _, err = end(ground.start(hopeless))
     assert code == 1
+    assert err.count("trying other tasks, refill 1 of 1") == 1 and "refill 2" not in err
     last = err.strip().splitlines()[-1]
     assert last.startswith("spangrad: update 0: nothing to learn from 16 rollouts")
     assert "0 of 4 groups with different rewards" in last

@@ -10,8 +10,8 @@ import pytest
 
 from spangrad.errors import SchemaVersionError, StoreError, StoreLockedError
 from spangrad.store import open_store
-from spangrad.store.file_store import FileStore
-from spangrad.store.migrations import MIGRATIONS, SCHEMA_VERSION, migrate
+from spangrad.store.file_store import FileStore, open_to_read
+from spangrad.store.migrations import MIGRATIONS, SCHEMA_VERSION, m001_initial, migrate
 from spangrad.store.schema import TABLES
 from spangrad.store.views import VIEWS
 from spangrad.tracer.spool import Spool
@@ -370,3 +370,89 @@ def test_a_spool_folder_is_taken_in_at_opening_and_on_demand(tmp_path: Path) -> 
         assert store.drain() == 0
         assert store.stats()["spans"] == 5
     assert path.with_name("s.duckdb.rejected").read_bytes() == b"no span at all"
+
+
+READER = """
+import sys
+from spangrad.store.file_store import open_to_read
+with open_to_read(sys.argv[1]) as store:
+    print(store.stats()["spans"], flush=True)
+    sys.stdin.read()
+"""
+
+
+def reading(path: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", READER, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_readers_read_at_the_same_time_and_leave_the_file_and_a_log_as_they_are(tmp_path: Path) -> None:
+    path, log = tmp_path / "s.duckdb", tmp_path / "s.duckdb.wal"
+    subprocess.run([sys.executable, "-c", LEAVES_A_LOG, str(path)], check=True)
+    before = path.read_bytes(), log.read_bytes()
+    with reading(path) as first, reading(path) as second:
+        assert first.stdout and second.stdout
+        assert (first.stdout.readline(), second.stdout.readline()) == ("20\n", "20\n")
+        with pytest.raises(StoreLockedError, match=f"held by process ({first.pid}|{second.pid})"):
+            FileStore(path)
+    assert (path.read_bytes(), log.read_bytes()) == before
+    with FileStore(path) as store:
+        assert store.stats()["spans"] == 20
+
+
+@pytest.mark.slow
+def test_many_readers_take_in_a_spool_once_and_none_locks_another_out(tmp_path: Path) -> None:
+    path = tmp_path / "s.duckdb"
+    Spool(f"{path}.spool").append(request(conversation(new_trace(), "r", 3)))
+    readers = [reading(path) for _ in range(4)]
+    said = [reader.communicate("") for reader in readers]
+    assert said == [("3\n", "")] * 4
+
+
+@pytest.mark.slow
+def test_what_comes_while_another_reads_waits_and_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "s.duckdb"
+    spool = Spool(f"{path}.spool")
+    spool.append(request(conversation(new_trace(), "r", 3)))
+    with reading(path) as first:
+        assert first.stdout and first.stdout.readline() == "3\n"
+        spool.append(request(conversation(new_trace(), "q", 2)))
+        with open_to_read(path) as store:
+            assert store.stats()["spans"] == 3
+        assert "the newest spans wait" in caplog.text
+    with open_to_read(path) as store:
+        assert store.stats()["spans"] == 5
+
+
+def test_a_reader_makes_no_store(tmp_path: Path) -> None:
+    empty, foreign = tmp_path / "empty.duckdb", tmp_path / "notes.txt"
+    empty.touch()
+    foreign.write_text("not a database")
+    for path, message in ((empty, "an empty file, no spangrad store"), (foreign, r"notes\.txt")):
+        before = path.read_bytes()
+        with pytest.raises(StoreError, match=message):
+            open_to_read(path)
+        assert path.read_bytes() == before
+    with pytest.raises(StoreError, match="no store at"):
+        open_to_read(tmp_path / "none.duckdb")
+    assert sorted(tmp_path.iterdir()) == [empty, foreign]
+
+
+def test_a_store_of_an_older_schema_is_brought_up_to_date_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "s.duckdb"
+    with duckdb.connect(str(path)) as con:
+        m001_initial(con)
+        con.execute("CREATE TABLE schema_migrations (version INTEGER, name VARCHAR, applied_ns BIGINT)")
+        con.execute("INSERT INTO schema_migrations VALUES (1, 'm001_initial', 0)")
+    with pytest.raises(SchemaVersionError, match=r"has schema 1, .* open it once without read_only"):
+        FileStore(path, read_only=True)
+    with open_to_read(path) as store:
+        assert store.query("SELECT step_index FROM calls") == []

@@ -78,6 +78,23 @@ def test_a_disk_that_fails_is_503_and_the_same_batch_is_taken_later(tmp_path: Pa
         assert not path.with_name("s.duckdb.rejected").exists()
 
 
+def test_an_outage_is_logged_when_it_begins_and_when_it_is_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "s.duckdb"
+    with caplog.at_level("INFO", "spangrad.store.hub"), hub_on(FileStore(path)) as http:
+        assert http.post("/v1/traces", content=request([span(new_trace())])).status_code == 200
+        log = path.with_name("s.duckdb.wal")
+        with replaced(log, that_can_not_grow(log)):
+            for _ in range(3):
+                assert http.post("/v1/traces", content=request([span(new_trace())])).status_code == 503
+        for _ in range(2):
+            assert http.post("/v1/traces", content=request([span(new_trace())])).status_code == 200
+    first, last = [record.getMessage() for record in caplog.records if record.name == "spangrad.store.hub"]
+    assert first.startswith(f"senders get 503 and are to try again: {str(path)!r}: ")
+    assert last == "spans are stored again"
+
+
 def test_memory_that_runs_out_is_503_and_costs_no_later_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

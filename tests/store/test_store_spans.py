@@ -156,7 +156,7 @@ def test_otlp_gives_back_spans_of_every_kind(spans: list[Span]) -> None:
 
 
 @given(batches=st.lists(st.lists(any_spans, max_size=4), max_size=3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_store_gives_back_spans_of_every_kind(store: FileStore, batches: list[list[Span]]) -> None:
     fresh_traces = {"11" * 16: new_trace(), "22" * 16: new_trace()}
     sent: dict[tuple[str, str], Span] = {}

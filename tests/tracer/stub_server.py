@@ -7,6 +7,7 @@ Token ids are one per word, logprobs -0.5, -0.75, -1.0, ... and both come only i
 import gzip
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -281,6 +282,12 @@ def _logprob_items(words: list[str], first: int) -> list[dict[str, Any]]:
 class HubServer:
     url: str
     status: int = 200
+    says: bytes = b""
+    """Body of every answer that is not 200."""
+    fails_at: bytes | None = None
+    """A batch with these bytes in it is answered with 500."""
+    takes_s: float = 0.0
+    """How long it works on a batch."""
     hold: threading.Event | None = None
     """While set to an Event, answers wait for it."""
     keys: list[str | None] = field(default_factory=list)
@@ -308,19 +315,23 @@ def _hub_handler(hub: HubServer) -> type[_Handler]:
             body = self.rfile.read(int(self.headers["content-length"]))
             if hub.hold is not None:
                 hub.hold.wait(30)
+            time.sleep(hub.takes_s)
             hub.keys.append(self.headers.get("authorization"))
             if self.path != "/v1/traces" or self.headers["content-type"] != "application/x-protobuf":
                 self.reply(404, b"")
             elif len(body) > hub.max_bytes:
                 hub.refused += 1
                 self.reply(413, b"")
+            elif hub.fails_at is not None and hub.fails_at in body:
+                hub.refused += 1
+                self.reply(500, b"a bug")
             elif hub.status == 200:
                 hub.requests.append(body)
                 partial = ExportTracePartialSuccess(rejected_spans=hub.rejects) if hub.rejects else None
                 self.reply(200, ExportTraceServiceResponse(partial_success=partial).SerializeToString())
             else:
                 hub.refused += 1
-                self.reply(hub.status, b"")
+                self.reply(hub.status, hub.says)
 
     return Handler
 

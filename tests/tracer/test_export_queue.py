@@ -1,6 +1,7 @@
 """The bounded queue between the agent and the exporter."""
 
 import logging
+import resource
 import threading
 from collections import deque
 from pathlib import Path
@@ -45,9 +46,61 @@ def test_a_full_queue_drops_the_newest_counts_and_says_so(
     said = [record.getMessage() for record in caplog.records]
     assert [span.name for span in hub.spans()] == ["span 0", "span 1", "span 2"]
     assert worker.dropped == 7
-    assert said[0] == "the export queue is full: 1 model calls lost so far"
-    assert said[-1] == "spangrad lost 7 model calls and 0 batches"
+    assert said[0] == "the export queue is full: 1 spans lost so far"
+    assert said[-1] == "spangrad lost 7 spans (model calls, steps, rollouts): the export queue was full"
     assert len(said) == 2
+
+
+def test_a_disk_without_room_for_a_batch_takes_the_spans_that_fit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    exporter = SpoolExporter(tmp_path / "s")
+    worker = Worker(exporter, span_of)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with caplog.at_level(logging.WARNING):
+            for number in range(10):
+                worker.put(ended(number))
+            worker.put(EndedSpan(ReadableSpan("x" * 1000, ended(10).span.context, start_time=1, end_time=2)))
+            assert worker.close(30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(span.name for span in spans_of_store(tmp_path / "s")) == [f"span {n}" for n in range(10)]
+    assert exporter.lost_spans == 1
+    (record,) = caplog.records
+    assert record.getMessage().endswith("can't be written (File too large): 1 spans lost so far")
+
+
+def test_a_full_disk_costs_the_journal_before_a_span(tmp_path: Path) -> None:
+    exporter = SpoolExporter(tmp_path / "s")
+    folder = exporter.folder
+    kept: Journal[EndedSpan] = Journal(
+        folder, head_of(Resource({}), "1"), lambda item: span_record(item.span)
+    )
+    worker = Worker(exporter, span_of, journal=kept)
+    worker.put(ended(0))
+    assert len(list(folder.glob("*.journal"))) == 1
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        assert worker.flush(30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(folder.iterdir()) == []
+    worker.put(ended(1))
+    assert worker.close(30)
+    assert [span.name for span in spans_of_store(tmp_path / "s")] == ["span 1"]
+    assert exporter.lost_spans == 1
+
+
+def test_a_child_made_by_fork_does_not_count_its_parents_losses(tmp_path: Path) -> None:
+    worker = Worker(SpoolExporter(tmp_path / "s"), span_of, max_items=0)
+    worker.put(ended(0))
+    worker.exporter.lost_spans = 1
+    worker.after_fork_in_child()
+    assert (worker.dropped, worker.exporter.lost_spans) == (0, 0)
+    assert worker.close(30)
 
 
 def test_space_comes_back_when_a_batch_is_gone(tmp_path: Path) -> None:

@@ -116,8 +116,8 @@ def test_a_refusal_for_good_is_dropped_and_counted_and_holds_up_nothing(
 ) -> None:
     exporter = HubExporter(hub.url, spool_dir=tmp_path / "spool")
     hub.status = 400
-    assert not exporter.export_request(b"")
-    assert (exporter.rejected, exporter.dropped) == (1, 1)
+    assert not exporter.export_request(request([span(new_trace())]))
+    assert exporter.lost_spans == 1
     hub.status = 200
     assert exporter.export_request(b"")
     assert len(hub.requests) == 1
@@ -156,6 +156,70 @@ def test_a_wrong_key_keeps_the_spans(hub: HubServer, tmp_path: Path) -> None:
     assert hub.keys == ["Bearer wrong", "Bearer right"]
 
 
+def test_a_batch_that_the_hub_always_fails_at_holds_up_none_behind_it(
+    hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    exporter = HubExporter(hub.url, spool_dir=tmp_path / "spool")
+    hub.status = 503
+    for name in ("stubborn", "one", "two"):
+        assert exporter.export_request(request([span(new_trace(), name=name)]))
+    hub.status, hub.fails_at = 200, b"stubborn"
+    assert [exporter.drain(at_once=True) for _ in range(5)] == [0, 0, 0, 2, 0]
+    assert [one.name for one in hub.spans()] == ["one", "two"]
+    assert hub.refused == 1 + 3  # then it is left alone for a while, and the others are not
+    assert not exporter.force_flush(300)
+    assert hub.refused > 1 + 3
+    assert (exporter.lost_spans, exporter.is_waiting) == (0, True)
+    assert caplog.text.count("fails each time at 1 batches (status 500: a bug)") == 1
+    assert exporter.export_request(request([span(new_trace(), name="three")]))
+    exporter.shutdown()
+    hub.fails_at = None
+    assert HubExporter(hub.url, spool_dir=tmp_path / "spool").drain() == 1
+    assert [one.name for one in hub.spans()] == ["one", "two", "three", "stubborn"]
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+def test_a_slow_hub_does_not_hold_up_the_export_and_gets_all_in_the_end(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    exporter = HubExporter(hub.url, spool_dir=tmp_path / "spool", timeout_s=0.5)
+    hub.status = 503
+    for number in range(60):
+        assert exporter.export_request(request([span(new_trace(), name=f"{number}")]))
+    hub.status, hub.takes_s = 200, 0.05
+    counts = [exporter.drain(at_once=True)]
+    assert 0 < counts[0] < 20 and exporter.is_waiting
+    while exporter.is_waiting:
+        counts.append(exporter.drain(at_once=True))
+    assert sum(counts) == 60
+    assert {one.name for one in hub.spans()} == {f"{number}" for number in range(60)}
+
+
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        (b"", "status 503"),
+        (b'{"error": "StoreFullError", "message": "no space left"}', "status 503: no space left"),
+        (
+            b"<h1>Busy</h1>\r\n\x00try later" + b" later" * 100,
+            "status 503: <h1>Busy</h1> try later later later",
+        ),
+        (b'["\xff"]', 'status 503: ["\ufffd"]'),
+    ],
+)
+def test_the_hubs_reason_is_said_and_shortened(
+    hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, says: bytes, reason: str
+) -> None:
+    hub.status, hub.says = 503, says
+    exporter = HubExporter(hub.url, spool_dir=tmp_path / "spool")
+    assert exporter.export_request(request([span(new_trace())]))
+    hub.status = 400
+    assert exporter.drain(at_once=True) == 1
+    wait, refuse = [record.getMessage() for record in caplog.records]
+    assert f"does not take spans ({reason}" in wait and len(wait) < 600
+    assert "with status 400" in refuse and reason.removeprefix("status 503").removeprefix(": ") in refuse
+
+
 def test_what_a_closing_process_cannot_deliver_goes_to_disk(hub: HubServer, tmp_path: Path) -> None:
     exporter = HubExporter(hub.url, spool_dir=tmp_path / "spool")
     exporter.close_soon(0)
@@ -168,7 +232,7 @@ def test_a_full_disk_spool_is_counted_and_reaches_nobody(tmp_path: Path) -> None
     exporter = SpoolExporter(tmp_path / "store.duckdb")
     exporter.spool.max_bytes = 10
     assert not exporter.export_request(b"too long for it")
-    assert exporter.dropped == 1
+    assert exporter.lost_spans == 1
 
 
 def test_large_calls_are_sent_in_several_requests(model: ModelServer, hub: HubServer) -> None:

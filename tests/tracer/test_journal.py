@@ -162,6 +162,7 @@ def test_a_folder_that_can_not_be_written_is_said_once(
     with caplog.at_level(logging.WARNING):
         worker.put(ended)
         worker.put(ended)
+        assert worker.flush(30)
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
         f"no journal in {str(tmp_path / 'file' / 'folder')!r}"
     ]

@@ -19,7 +19,7 @@ def test_calls_with_the_hub_down_cost_no_memory_and_no_more_disk_than_allowed(tm
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
-    assert found["dropped"] > 0  # the spool was full, so the rest ran with it full
+    assert found["lost"] > 0  # the spool was full, so the rest ran with it full
     assert found["lost_in_queue"] == 0
     assert found["spool_mb"] <= found["bound_mb"]
     assert found["rss_mb"][-1] - found["rss_mb"][1] < 4, found["rss_mb"]

@@ -1,6 +1,7 @@
 """`spangrad run -- CMD`: programs that know nothing of spangrad."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from spangrad.store.file_store import FileStore
+from spangrad.store.migrations import SCHEMA_VERSION
 from spangrad.tracer import conventions as c
 from spangrad.tracer.launch import run_command
 from tests.tracer.recording import Recorded, calls, roots, spans_of_store
@@ -159,3 +162,71 @@ def test_a_python_without_spangrad_says_that_it_is_not_recorded(tmp_path: Path) 
     )
     assert bare.returncode == 0
     assert "is not recorded" in bare.stderr
+
+
+ASKER = """
+import sys, httpx
+for number in range(5):
+    body = {"model": "policy", "messages": [{"role": "user", "content": f"{number} " + "x" * 1000}]}
+    httpx.post(sys.argv[1] + "/chat/completions", json=body)
+print("done")
+"""
+
+
+def run_asker(
+    folder: Path, model: ModelServer, store: str, longest_file: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    def limit() -> None:
+        if longest_file is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (longest_file, resource.RLIM_INFINITY))
+
+    command = (sys.executable, "-m", "spangrad", "run", "--store", store, "--")
+    return subprocess.run(
+        [*command, sys.executable, "-c", ASKER, model.url],
+        preexec_fn=limit,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_files_that_can_not_hold_a_batch_cost_no_call(model: ModelServer, tmp_path: Path) -> None:
+    done = run_asker(tmp_path, model, "s", longest_file=4000)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(calls(spans_of_store(tmp_path / "s"))) == 5
+
+
+def test_a_disk_that_takes_no_span_is_said_once_with_their_number(model: ModelServer, tmp_path: Path) -> None:
+    done = run_asker(tmp_path, model, "s", longest_file=100)
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    *childs, launchers = done.stderr.splitlines()
+    assert " 5 spans" in childs[-1] and "s.spool' can't be written (File too large)" in childs[-1]
+    assert len(childs) <= 2  # the first loss, and how it ended if there were more
+    assert launchers.startswith("spangrad run: the end of this rollout is not recorded: spool ")
+    assert list((tmp_path / "s.spool").iterdir()) == []
+
+
+def test_a_hub_that_is_down_is_said_once(model: ModelServer, tmp_path: Path) -> None:
+    done = run_asker(tmp_path, model, "http://127.0.0.1:1")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("hub http://127.0.0.1:1 does not take spans")
+
+
+@pytest.mark.parametrize("made_as", ["folder in the way", "newer schema", "no database"])
+def test_a_store_that_can_not_take_spans_is_refused_before_the_agent_runs(
+    model: ModelServer, tmp_path: Path, made_as: str
+) -> None:
+    store, message = tmp_path / "s.duckdb", "is not a valid DuckDB database"
+    if made_as == "folder in the way":
+        (tmp_path / "file").touch()
+        store, message = tmp_path / "file" / "s.duckdb", "s.duckdb.spool' can't be written"
+    elif made_as == "newer schema":
+        with FileStore(store) as opened, opened._database.transaction() as con:
+            con.execute("INSERT INTO schema_migrations VALUES (99, 'm099', 0)")
+        message = f"'s.duckdb' has schema 99, this spangrad reads up to {SCHEMA_VERSION}"
+    else:
+        store.write_text("hello")
+    done = run_asker(tmp_path, model, str(store))
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("spangrad: ") and message in line

@@ -1,6 +1,7 @@
 """The spool's invariants, with real files, real processes and real signals."""
 
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spangrad.tracer.spool import Spool
+from spangrad.tracer.spool import KEEP, Spool
 from tests.waiting import wait_until
 
 
@@ -38,19 +39,47 @@ def test_a_reader_takes_what_a_living_writer_has_written(tmp_path: Path) -> None
         assert drained(reader) == [b"%d" % index]
 
 
-def test_a_failed_send_keeps_everything_from_there_on(tmp_path: Path) -> None:
+def test_a_failed_send_keeps_everything_from_there_on_and_nothing_else(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
-    for record in (b"a", b"b"):
+    for record in (b"", b"a", b"b"):
         spool.append(record)
 
     def refuse(record: bytes) -> None:
         if record == b"b":
             raise ConnectionError("gone")
 
-    with pytest.raises(ConnectionError):
-        spool.drain(refuse)
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            spool.drain(refuse)
     spool.append(b"c")
-    assert set(drained(spool)) >= {b"b", b"c"}
+    assert drained(spool) == [b"b", b"c"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_that_is_to_stay_holds_up_none_behind_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spool = Spool(tmp_path)
+    for record in (b"a", b"stubborn", b"b"):
+        spool.append(record)
+    spool.close()
+    (segment,) = tmp_path.iterdir()
+    segment.write_bytes(segment.read_bytes() + b"torn")
+    sent: list[bytes] = []
+
+    def choosy(record: bytes) -> object:
+        if record == b"stubborn":
+            return KEEP
+        sent.append(record)
+        return None
+
+    assert [spool.drain(choosy) for _ in range(2)] == [2, 0]
+    spool.append(b"c")
+    assert spool.drain(choosy) == 1
+    assert sent == [b"a", b"b", b"c"]
+    assert drained(spool) == [b"stubborn"]
+    assert [record.getMessage().partition(" bytes")[0][-2:] for record in caplog.records] == [" 4"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_torn_tail_costs_only_the_torn_record(tmp_path: Path) -> None:
@@ -82,6 +111,20 @@ def test_a_disk_that_refuses_costs_the_record_and_no_exception(tmp_path: Path) -
     assert not spool.append(b"lost")
     assert spool.dropped == 1
     assert drained(spool) == []
+
+
+def test_a_file_that_may_not_grow_is_followed_by_another(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        kept = [spool.append(bytes([number]) * size) for number, size in enumerate((60, 60, 200, 60))]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert kept == [True, True, False, True]
+    assert spool.is_disk_full and spool.problem == "File too large"
+    assert len(list(tmp_path.iterdir())) == 3  # none without a record
+    assert drained(spool) == [bytes([number]) * 60 for number in (0, 1, 3)]
 
 
 def test_nobody_else_can_read_the_files(tmp_path: Path) -> None:
@@ -119,7 +162,7 @@ def test_threads_and_forks_write_beside_one_another(tmp_path: Path) -> None:
 def test_what_was_appended_survives_sigkill(tmp_path: Path) -> None:
     code = """
 import os, sys
-from spangrad.tracer.spool import Spool
+from spangrad.tracer.spool import KEEP, Spool
 spool = Spool(sys.argv[1])
 for index in range(10**6):
     assert spool.append(b"%d" % index)

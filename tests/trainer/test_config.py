@@ -1,7 +1,21 @@
+from dataclasses import is_dataclass
+from typing import get_type_hints
+
 import pytest
 
+from spangrad.credit.assign import CreditConfig
 from spangrad.errors import ConfigError
-from spangrad.trainer.config import load_config
+from spangrad.trainer.config import (
+    AgentConfig,
+    EvalConfig,
+    RolloutConfig,
+    RunConfig,
+    ServingConfig,
+    TrainConfig,
+    load_config,
+)
+from spangrad.trainer.learning.learner_config import LearnerConfig
+from spangrad.trainer.policies.warm_start import WarmStartConfig
 
 MINIMAL = """
 [run]
@@ -31,14 +45,46 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path):
         load_config(write(tmp_path, MINIMAL + "[rollout]\ngroupsize = 4\n"))
 
 
-def test_an_unknown_section_names_the_nearest_one(tmp_path):
-    with pytest.raises(ConfigError, match=r"unknown key 'leaner'; did you mean 'learner'\?"):
-        load_config(write(tmp_path, MINIMAL + "[leaner]\nlr = 1e-4\n"))
+SECTIONS = "known are run, agent, hub, serving, rollout, credit, learner, eval"
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("[leaner]\nlr = 1e-4\n", "unknown section 'leaner'; did you mean 'learner'?"),
+        ("[zzz]\nlr = 1e-4\n", f"unknown section 'zzz'; {SECTIONS}"),
+        ('[base_dir]\nx = "/tmp"\n', f"unknown section 'base_dir'; {SECTIONS}"),
+    ],
+)
+def test_an_unknown_section_names_the_nearest_one_or_all(tmp_path, more, says):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, MINIMAL + more))
+    assert str(caught.value) == f"{tmp_path / 'run.toml'}: {says}"
+
+
+@pytest.mark.parametrize("line", ["updates = 3", 'base_dir = "/tmp"'])
+def test_a_key_in_no_section_is_called_that(tmp_path, line):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, f"{line}\n{MINIMAL}"))
+    name = line.split()[0]
+    assert str(caught.value) == f"{tmp_path / 'run.toml'}: key {name!r} is in no section; {SECTIONS}"
+
+
+def test_sections_of_somebody_else_are_left_out_where_they_are_expected(tmp_path):
+    file = write(tmp_path, MINIMAL + "[warm_start]\nsteps = 9\n")
+    assert load_config(file, besides=("warm_start",)).run.id == "r"
+    with pytest.raises(ConfigError, match="unknown section 'warm_start'"):
+        load_config(file)
 
 
 def test_a_missing_section_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="'agent' is missing"):
+    with pytest.raises(ConfigError, match="section 'agent' is missing"):
         load_config(write(tmp_path, '[run]\nid = "r"\n'))
+
+
+def test_a_missing_key_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="run: 'id' is missing"):
+        load_config(write(tmp_path, "[run]\n[agent]\n"))
 
 
 @pytest.mark.parametrize(
@@ -48,12 +94,88 @@ def test_a_missing_section_is_named(tmp_path):
         ('[rollout]\ngroup_size = "8"\n', "group_size is '8', expected int"),
         ("[rollout]\ngroup_size = true\n", "group_size is True, expected int"),
         ("[hub]\nurl = 3\n", "url is 3, expected str"),
+        ('[rollout]\nreward_authors = ["evaluatr"]\n', "'evaluatr', expected one of 'agent', 'evaluator', "),
     ],
 )
 def test_a_wrong_value_is_shown_with_what_was_expected(tmp_path, line, says):
     with pytest.raises(ConfigError) as caught:
         load_config(write(tmp_path, MINIMAL + line))
     assert says in str(caught.value)
+
+
+AGENT = {"function": "a.py:run", "tasks": "t.jsonl", "reward": "r.py:reward"}
+REQUIRED = {RunConfig: {"id": "r"}, AgentConfig: AGENT, WarmStartConfig: {"expert": "e.py:serve"}}
+OUT_OF_RANGE = [
+    (RunConfig, "updates", 0, "1 or more"),
+    (RunConfig, "seed", -1, "0 or more"),
+    (RunConfig, "keep_checkpoints", 0, "1 or more"),
+    (ServingConfig, "publish_tolerance", 0.0, "more than 0"),
+    (ServingConfig, "engine_wait_s", -1.0, "0 or more"),
+    (AgentConfig, "concurrency", 0, "1 or more"),
+    (AgentConfig, "workers", 0, "1 or more"),
+    (AgentConfig, "timeout_s", 0.0, "more than 0"),
+    (AgentConfig, "max_attempts", 0, "1 or more"),
+    (RolloutConfig, "groups_per_update", 0, "1 or more"),
+    (RolloutConfig, "group_size", 1, "2 or more"),
+    (RolloutConfig, "temperature", 0.0, "more than 0"),
+    (RolloutConfig, "max_staleness", -1, "0 or more"),
+    (RolloutConfig, "refills", -1, "0 or more"),
+    (CreditConfig, "step_weight", -1.0, "0 or more"),
+    (CreditConfig, "gamma", 1.5, "0 to 1"),
+    (CreditConfig, "ddof", 2, "0 or 1"),
+    (CreditConfig, "eps", float("nan"), "0 or more"),
+    (LearnerConfig, "dtype", "float16", "one of float32, bfloat16"),
+    (LearnerConfig, "device", "gpu", "cpu, cuda or cuda:N"),
+    (LearnerConfig, "lr", -1.0, "more than 0"),
+    (LearnerConfig, "lr", float("nan"), "more than 0"),
+    (LearnerConfig, "betas", (0.9, 1.0), "two of 0 to below 1"),
+    (LearnerConfig, "weight_decay", -1.0, "0 or more"),
+    (LearnerConfig, "max_grad_norm", 0.0, "more than 0"),
+    (LearnerConfig, "warmup_updates", -1, "0 or more"),
+    (LearnerConfig, "decay_updates", -1, "0 or more"),
+    (LearnerConfig, "objective", "dpo", "one of ppo, bc"),
+    (LearnerConfig, "clip_low", 1.0, "more than 0 and less than 1"),
+    (LearnerConfig, "clip_high", 0.0, "more than 0"),
+    (LearnerConfig, "dual_clip", 1.0, "more than 1"),
+    (LearnerConfig, "entropy_coef", -1.0, "0 or more"),
+    (LearnerConfig, "kl_coef", -1.0, "0 or more"),
+    (LearnerConfig, "epochs_per_update", 0, "1 or more"),
+    (LearnerConfig, "minibatches_per_update", 0, "1 or more"),
+    (LearnerConfig, "max_tokens_per_microbatch", 0, "1 or more"),
+    (LearnerConfig, "kl_monitor_rows", -1, "0 or more"),
+    (LearnerConfig, "seed", -1, "0 or more"),
+    (LearnerConfig, "threads", -1, "0 or more"),
+    (EvalConfig, "every", -1, "0 or more"),
+    (EvalConfig, "tasks", 0, "1 or more"),
+    (EvalConfig, "tasks_between", 0, "1 or more"),
+    *(
+        (WarmStartConfig, name, 0, "1 or more")
+        for name in ("rollouts", "steps", "batch_rows", "hidden", "layers", "heads", "vocab", "max_length")
+    ),
+    (WarmStartConfig, "warmup_steps", -1, "0 or more"),
+    (WarmStartConfig, "lr", 0.0, "more than 0"),
+    (WarmStartConfig, "dtype", "float16", "one of float32, bfloat16"),
+]
+WITHOUT_A_RANGE = {(EvalConfig, "seed"), (EvalConfig, "success_at")}
+
+
+@pytest.mark.parametrize(("kind", "name", "value", "expected"), OUT_OF_RANGE)
+def test_a_value_out_of_range_is_shown_with_the_range(kind, name, value, expected):
+    with pytest.raises(ConfigError) as caught:
+        kind(**{**REQUIRED.get(kind, {}), name: value})
+    said = str(caught.value)
+    assert f"{name} is {value!r}" in said and said.endswith(f"expected {expected}")
+
+
+def test_every_number_of_a_config_has_a_range():
+    kinds = [*(hint for hint in get_type_hints(TrainConfig).values() if is_dataclass(hint)), WarmStartConfig]
+    numbers = {
+        (kind, name)
+        for kind in kinds
+        for name, hint in get_type_hints(kind).items()
+        if hint in (int, float, float | None)
+    }
+    assert numbers - WITHOUT_A_RANGE <= {(kind, name) for kind, name, _, _ in OUT_OF_RANGE}
 
 
 def test_overrides_win_and_take_toml_or_plain_text(tmp_path):

@@ -118,7 +118,9 @@ def test_a_killed_engine_is_noticed(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="was killed by SIGKILL"):
         engine.wait_ready()
     assert not engine.is_alive()
-    with pytest.raises(PublishError, match=r"GET http://.*/weight_info got no answer.*is the engine running"):
+    with pytest.raises(
+        PublishError, match=r"GET http://.*/weight_info got no answer.*is the engine at http.* running"
+    ):
         served_version(engine.url)
     engine.stop()
     assert engine.pid is None

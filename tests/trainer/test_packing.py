@@ -19,7 +19,7 @@ from spangrad.trainer.learning.packing import (
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(2, 40), min_size=1, max_size=12),
     limit=st.integers(1, 200),

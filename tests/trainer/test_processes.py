@@ -8,7 +8,7 @@ import pytest
 from tests.waiting import wait_until
 
 from spangrad.errors import EngineError, PortInUseError
-from spangrad.trainer.processes import Service, free_port, last_line, require_free_port
+from spangrad.trainer.processes import Service, free_port, last_line, own_command, require_free_port
 
 SERVER = r"""
 import http.server, sys
@@ -84,3 +84,32 @@ def test_last_line_skips_blank_lines_and_missing_files(tmp_path):
     (tmp_path / "log").write_text("one\ntwo\n\n  \n")
     assert last_line(tmp_path / "log") == "two"
     assert last_line(tmp_path / "none") == ""
+
+
+def test_a_command_that_is_told_works_when_it_is_pasted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "en v" / "bin" / "spangrad"
+    other = tmp_path / "other" / "spangrad"
+    for file in (program, other):
+        file.parent.mkdir(parents=True)
+        file.write_text("#!/bin/sh\necho $0\n")
+        file.chmod(0o755)
+    for argv, path, told, answers in (
+        ("en v/bin/spangrad", "/usr/bin:/bin", "'en v/bin/spangrad'", "en v/bin/spangrad"),
+        ("en v/bin/spangrad", f"{other.parent}:/usr/bin:/bin", "'en v/bin/spangrad'", "en v/bin/spangrad"),
+        (str(program), f"{program.parent}:/usr/bin:/bin", "spangrad", str(program)),
+    ):
+        monkeypatch.setenv("PATH", path)
+        monkeypatch.setattr(sys, "argv", [argv])
+        assert own_command() == told
+        pasted = subprocess.run(["sh", "-c", told], capture_output=True, text=True, check=True)
+        assert pasted.stdout.strip() == answers
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(sys, "argv", ["en v/bin/spangrad"])
+    assert own_command(from_anywhere=True) == f"'{program}'"
+    monkeypatch.chdir(program.parent)
+    monkeypatch.setattr(sys, "argv", ["spangrad"])
+    assert own_command() == "./spangrad"
+    monkeypatch.setattr(sys, "argv", ["/site/spangrad/__main__.py"])
+    version = subprocess.run(f"{own_command()} --version", shell=True, capture_output=True, text=True)
+    assert version.stdout.startswith("spangrad ")

@@ -282,7 +282,7 @@ def test_an_engine_dies_with_its_owner(untied: OwnedEngine) -> None:
     os.kill(untied.owner.pid, signal.SIGKILL)
     untied.owner.wait()
     wait_until(lambda: not [pid for pid, session in sessions() if session == untied.pid], timeout_s=30.0)
-    with pytest.raises(PublishError, match=r"got no answer .*is the engine running"):
+    with pytest.raises(PublishError, match=r"got no answer .*is the engine at http.* running"):
         publish(untied.url, untied.folder / "model.safetensors", 2)
 
 

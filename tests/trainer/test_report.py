@@ -88,7 +88,7 @@ def test_unknown_numbers_are_left_out_and_never_drawn_as_zero() -> None:
     assert "KL to start" not in page
     lines = {trace["name"]: trace["y"] for figure in figures(page) for trace in figure["data"]}
     assert lines["train reward"] == [0.5, 0.6]
-    assert lines["held out, greedy"] == [0.75]
+    assert lines["held out, greedy"] == [0.5, 0.9]
     assert lines["entropy"] == [0.7]
 
 
@@ -108,7 +108,25 @@ def test_cloning_curve_stands_beside_on_the_same_scale() -> None:
     learning = figures(render(report(cloning_curve=curve), ""))[1]
     beside = [trace for trace in learning["data"] if trace.get("xaxis") == "x2"]
     assert [(trace["x"], trace["y"]) for trace in beside] == [([100.0, 200.0], [0.5, 0.55])]
-    assert "yaxis2" not in learning["layout"]
+    layout = learning["layout"]
+    assert (layout["yaxis2"]["matches"], layout["yaxis2"]["anchor"]) == ("y", "x2")
+    assert layout["xaxis2"]["anchor"] == beside[0]["yaxis"] == "y2"
+
+
+def test_every_line_has_a_name_of_its_own_in_the_legend() -> None:
+    points = [{"clone/step": 100.0, "eval/success_greedy": 0.5, "eval/success_sampled": 0.4}]
+    learning = figures(render(report(cloning_curve=points), ""))[1]
+    names = [trace["name"] for trace in learning["data"] if trace.get("showlegend", True)]
+    assert len(names) == len(set(names)) == len(learning["data"]) == 5
+    assert learning["layout"]["showlegend"]
+
+
+def test_held_out_success_is_drawn_from_before_the_first_update_to_after_the_last() -> None:
+    updates = [{"reward/mean": 0.5}, {"eval/success_greedy": 0.75}, {"eval/success_greedy": 0.85}]
+    learning = figures(render(report(updates=updates), ""))[1]
+    lines = {trace["name"]: (trace["x"], trace["y"]) for trace in learning["data"]}
+    assert lines["held out, greedy"] == ([0.0, 2.0, 3.0], [0.5, 0.75, 0.9])
+    assert lines["held out, sampled"] == ([0.0, 3.0], [0.4, 0.8])
 
 
 def test_caption_says_that_the_cloning_curve_is_not_of_this_run() -> None:

@@ -43,7 +43,7 @@ from spangrad.tracer.gateway.operator_routes import Operator
 from spangrad.tracer.gateway.raw_log import RawLog
 from spangrad.tracer.gateway.reads import Reads
 from spangrad.tracer.gateway.rewrite import UpstreamRequest
-from spangrad.tracer.gateway.routes import PASSED_ON, ROUTES, RecordedRoute
+from spangrad.tracer.gateway.routes import KNOWN, PASSED_ON, ROUTES, RecordedRoute
 from spangrad.tracer.gateway.spans import SpanRecorder
 from spangrad.tracer.hub_exporter import HubExporter, spool_of_hub
 from spangrad.tracer.redaction import rule_of
@@ -225,9 +225,5 @@ def _attempt(text: str, where: str) -> int:
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
-    recorded = ", ".join(route.path for route in ROUTES)
-    message = (
-        f"the gateway does not pass on {request.method} {request.url.path}; it records POST {recorded} "
-        "and passes on GET /v1/..."
-    )
+    message = f"there is no {request.method} {request.url.path}: {KNOWN}"
     return error_response(status, "not_found", message)

@@ -3,7 +3,6 @@
 Knows no HTTP and makes no spans.
 """
 
-import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from spangrad.errors import ConfigError
+from spangrad.tracer.access import MIN_KEY_CHARS, is_loopback
 from spangrad.tracer.redaction import Rule, rule_of
 
-MIN_KEY_CHARS = 16
 _ABOVE_0 = (
     "request_timeout_s",
     "version_timeout_s",
@@ -207,16 +206,6 @@ class GatewayConfig:
                 raise ConfigError(f"gateway.hosted: {name!r} is also an engine's model; name it once")
         if (twice := next((url for url in urls if urls.count(url) > 1), None)) is not None:
             raise ConfigError(f"gateway names the engine {twice!r} twice; name each once")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def base_url(url: str) -> str:

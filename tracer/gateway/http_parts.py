@@ -11,7 +11,8 @@ import httpx
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from spangrad.tracer.gateway.config import GatewayConfig, is_loopback
+from spangrad.tracer.access import is_loopback
+from spangrad.tracer.gateway.config import GatewayConfig
 from spangrad.tracer.gateway.rewrite import dump
 
 OPERATOR_PATHS = "/spangrad/"
@@ -44,6 +45,8 @@ _NOT_SENT_ON = frozenset(
         "x-api-key",
     }
 )
+_JSON = "application/json"
+_HAS_BODY = frozenset({"content-length", "transfer-encoding"})
 _KEYS = ("authorization", "x-api-key")
 _NOT_SENT_BACK = frozenset(
     {
@@ -75,6 +78,9 @@ def upstream_headers(
         separator = "; " if name == "cookie" else ", "
         headers[name] = f"{headers[name]}{separator}{value}" if name in headers else value
     headers["accept-encoding"] = "identity"
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != _JSON and not _HAS_BODY.isdisjoint(incoming):
+        headers["content-type"] = _JSON  # all that is passed on is; curl says a form, which engines refuse
     if engine_key is not None:
         headers["authorization"] = f"Bearer {engine_key}"
     elif config.agent_key is None:

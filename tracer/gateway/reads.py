@@ -16,6 +16,7 @@ from spangrad.tracer.gateway.engines import CONNECT_ERRORS, Engine
 from spangrad.tracer.gateway.http_parts import engine_failure, error_response, reply_headers, upstream_headers
 from spangrad.tracer.gateway.raw_log import parse_json
 from spangrad.tracer.gateway.rewrite import renamed_request
+from spangrad.tracer.gateway.routes import KNOWN
 
 RESPONSES = "/v1/responses/"
 """Below it are responses that one engine keeps and the others do not know."""
@@ -77,6 +78,9 @@ class Reads:
                 status, message = engine_failure(error, engine.url, timeout_s)
                 return error_response(status, "engine_error", message, path=path)
             else:
+                if _is_bare_404(upstream) and not path.startswith(RESPONSES):
+                    message = f"the engine at {engine.url} has no {request.method} {path}; {KNOWN}"
+                    return error_response(404, "not_found", message, path=path)
                 if upstream.status_code != 404 or not path.startswith(RESPONSES):
                     return _answer(upstream)
                 if unknown is not None:
@@ -121,6 +125,14 @@ class Reads:
         if not _is_stream(answer):
             await answer.aread()
         return answer
+
+
+def _is_bare_404(upstream: httpx.Response) -> bool:
+    """Whether it is what an engine's web framework says, which tells a client nothing."""
+    if upstream.status_code != 404 or _is_stream(upstream):
+        return False
+    said = parse_json(upstream.content)
+    return not isinstance(said, dict) or "error" not in said
 
 
 def _is_stream(upstream: httpx.Response) -> bool:

@@ -28,7 +28,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
 from spangrad.errors import ConfigError
 from spangrad.tracer import propagation
@@ -36,7 +36,7 @@ from spangrad.tracer.conventions import SCOPE_GATEWAY, storable
 from spangrad.tracer.exporter import Exporter, OtherExporter
 from spangrad.tracer.journal import Journal
 from spangrad.tracer.otlp import OnceEncoded
-from spangrad.tracer.propagation import parse_traceparent
+from spangrad.tracer.propagation import SAMPLED, parse_traceparent
 from spangrad.tracer.recovery import head_of, span_record
 from spangrad.tracer.redaction import Rule, redacted_span, remembering
 from spangrad.tracer.runtime import RandomIds
@@ -55,8 +55,6 @@ RECOVER_EVERY = 10
 """Journals of killed processes are looked for every so many times."""
 CLOSE_S = 5.0
 """After it, spans of a gateway that stops go to disk without a try to deliver them."""
-
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ class SpanRecorder:
         parent = parse_traceparent(headers.get("traceparent", ""))
         trace_id = self._ids.generate_trace_id() if parent is None else parent.trace_id
         span_id = self._ids.generate_span_id()
-        context = SpanContext(trace_id, span_id, is_remote=False, trace_flags=_SAMPLED)
+        context = SpanContext(trace_id, span_id, is_remote=False, trace_flags=SAMPLED)
         state = None if parent is None else headers.get("tracestate")
         return StartedSpan(_encodable(name), context, parent, start_ns, state)
 

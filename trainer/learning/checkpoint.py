@@ -155,6 +155,15 @@ def save_checkpoint(root: str | Path, checkpoint: Checkpoint, *, keep: int) -> P
     return folder
 
 
+def load_record(folder: str | Path) -> Any:
+    """The caller's record of one checkpoint, without its tensors.
+
+    Raises:
+        StoreError: The folder is not a complete checkpoint of this format.
+    """
+    return _state(Path(folder))["record"]
+
+
 def load_checkpoint(folder: str | Path) -> Checkpoint:
     """Read one checkpoint.
 
@@ -162,16 +171,21 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
         StoreError: The folder is not a complete checkpoint of this format.
     """
     folder = Path(folder)
-    if not _is_complete(folder):
-        raise StoreError(f"{str(folder)!r} is not a complete checkpoint; take one that `latest` returns")
-    state = json.loads((folder / STATE_FILE).read_text())
-    if state.get("format") != FORMAT:
-        raise StoreError(
-            f"checkpoint {str(folder)!r} has format {state.get('format')!r}, this spangrad reads {FORMAT}; "
-            "upgrade it"
-        )
+    state = _state(folder)
     try:
         tensors = {Path(name).stem: load_file(folder / name) for name in state["files"]}
     except (OSError, SafetensorError) as error:
         raise StoreError(f"checkpoint {str(folder)!r} can't be read: {error}") from error
     return Checkpoint(tensors=tensors, counters=state["counters"], record=state["record"])
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    if not _is_complete(folder):
+        raise StoreError(f"{str(folder)!r} is not a complete checkpoint; take one that `latest` returns")
+    state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+    if state.get("format") != FORMAT:
+        raise StoreError(
+            f"checkpoint {str(folder)!r} has format {state.get('format')!r}, this spangrad reads {FORMAT}; "
+            "upgrade it"
+        )
+    return state

@@ -4,6 +4,7 @@ Knows: the ranges of its settings. Does not know: torch.
 """
 
 import math
+import re
 from dataclasses import dataclass
 
 from spangrad.errors import ConfigError
@@ -59,37 +60,45 @@ class LearnerConfig:
     kl_monitor_rows: int = 128
     """`policy/kl_to_start` is measured on at most this many rows, taken at random; 0 or more."""
     seed: int = 0
-    """Seeds the order of rows."""
+    """Seeds the order of rows; 0 or more."""
     threads: int = 0
     """torch CPU threads of the process; 0 leaves them as they are."""
 
     def __post_init__(self) -> None:
         """Refuse values that can't be used."""
-        checks = {
-            "dtype": self.dtype in DTYPES,
-            "lr": self.lr > 0,
-            "betas": len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-            "weight_decay": self.weight_decay >= 0,
-            "max_grad_norm": self.max_grad_norm > 0,
-            "warmup_updates": self.warmup_updates >= 0,
-            "decay_updates": self.decay_updates >= 0,
-            "objective": self.objective in OBJECTIVES,
-            "clip_low": 0 < self.clip_low < 1,
-            "clip_high": self.clip_high > 0,
-            "dual_clip": self.dual_clip is None or self.dual_clip > 1,
-            "entropy_coef": self.entropy_coef >= 0,
-            "kl_coef": self.kl_coef >= 0,
-            "epochs_per_update": self.epochs_per_update >= 1,
-            "minibatches_per_update": self.minibatches_per_update >= 1,
-            "max_tokens_per_microbatch": self.max_tokens_per_microbatch >= 1,
-            "kl_monitor_rows": self.kl_monitor_rows >= 0,
-            "threads": self.threads >= 0,
-        }
-        for name, is_good in checks.items():
-            if not is_good:
-                raise ConfigError(
-                    f"learner.{name} is {getattr(self, name)!r}; see LearnerConfig.{name} for its range"
-                )
+        for name, holds, expected in (
+            ("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
+            ("device", re.fullmatch(r"cpu|cuda(:\d+)?", self.device), "cpu, cuda or cuda:N"),
+            ("lr", 0 < self.lr < math.inf, "more than 0"),
+            ("betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two of 0 to below 1"),
+            ("weight_decay", self.weight_decay >= 0, "0 or more"),
+            ("max_grad_norm", self.max_grad_norm > 0, "more than 0"),
+            ("warmup_updates", self.warmup_updates >= 0, "0 or more"),
+            ("decay_updates", self.decay_updates >= 0, "0 or more"),
+            ("objective", self.objective in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}"),
+            ("clip_low", 0 < self.clip_low < 1, "more than 0 and less than 1"),
+            ("clip_high", self.clip_high > 0, "more than 0"),
+            ("dual_clip", self.dual_clip is None or self.dual_clip > 1, "more than 1"),
+            ("entropy_coef", self.entropy_coef >= 0, "0 or more"),
+            ("kl_coef", self.kl_coef >= 0, "0 or more"),
+            ("epochs_per_update", self.epochs_per_update >= 1, "1 or more"),
+            ("minibatches_per_update", self.minibatches_per_update >= 1, "1 or more"),
+            ("max_tokens_per_microbatch", self.max_tokens_per_microbatch >= 1, "1 or more"),
+            ("kl_monitor_rows", self.kl_monitor_rows >= 0, "0 or more"),
+            ("seed", self.seed >= 0, "0 or more"),
+            ("threads", self.threads >= 0, "0 or more"),
+        ):
+            require(bool(holds), f"learner.{name}", getattr(self, name), expected)
+
+
+def require(holds: bool, key: str, value: object, expected: str) -> None:
+    """Refuse the value of a setting that is out of its range.
+
+    Raises:
+        ConfigError: `holds` is false; says the value and what was expected.
+    """
+    if not holds:
+        raise ConfigError(f"{key} is {value!r}, expected {expected}")
 
 
 def update_lr(config: LearnerConfig, updates: int) -> float:

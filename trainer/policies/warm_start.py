@@ -14,6 +14,7 @@ import errno
 import hashlib
 import importlib.metadata
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ from spangrad.store.records import Rollout, RolloutStatus
 from spangrad.trainer.cluster import call
 from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.evaluation import values_of
-from spangrad.trainer.learning.learner_config import LearnerConfig
+from spangrad.trainer.learning.learner_config import DTYPES, LearnerConfig, require
 from spangrad.trainer.learning.rendering import with_rendered_ids
 from spangrad.trainer.plugins import load_callable, load_tasks
 from spangrad.trainer.policies.policy import conversation_of, make_policy
@@ -75,6 +76,14 @@ class WarmStartConfig:
     """Largest vocabulary of its tokenizer."""
     max_length: int = 1024
     """Longest prompt plus reply, tokens."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        for name in ("rollouts", "steps", "batch_rows", "hidden", "layers", "heads", "vocab", "max_length"):
+            require(getattr(self, name) >= 1, f"warm_start.{name}", getattr(self, name), "1 or more")
+        require(self.warmup_steps >= 0, "warm_start.warmup_steps", self.warmup_steps, "0 or more")
+        require(0 < self.lr < math.inf, "warm_start.lr", self.lr, "more than 0")
+        require(self.dtype in DTYPES, "warm_start.dtype", self.dtype, f"one of {', '.join(DTYPES)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,14 @@ _HEALTH: Final[tuple[tuple[str, str, tuple[_Line, ...]], ...]] = (
     ),
 )
 
+_HELD_OUT: Final = (
+    _Line("eval/success_greedy", "held out, greedy", BLUE),
+    _Line("eval/success_sampled", "held out, sampled", GREEN),
+)
+_CLONED: Final = (
+    _Line("eval/success_greedy", "cloned, greedy", BLUE),
+    _Line("eval/success_sampled", "cloned, sampled", GREEN),
+)
 _TOKENS: Final = (
     _Line("data/trained_tokens", "trained", GREEN),
     _Line("data/dropped_tokens", "dropped", RED),
@@ -129,40 +137,53 @@ def success_bars(bars: Sequence[tuple[str, str, float, float, float]]) -> Chart:
 
 
 def learning_curves(
-    updates: Sequence[Metrics], cloning: Sequence[Metrics], cloning_source: str = ""
+    updates: Sequence[Metrics],
+    cloning: Sequence[Metrics],
+    cloning_source: str = "",
+    *,
+    before: Metrics | None = None,
+    after: Metrics | None = None,
 ) -> Chart:
     """Held-out success and train reward per update, and longer cloning beside it on the same scale.
 
     Args:
         updates: Metrics of each update of the run.
+        before: Held-out success of the policy that the run started with: update 0.
+        after: Held-out success after the last update; stands for what was measured there in between.
         cloning: The curve of longer cloning; empty leaves it out.
         cloning_source: What measured that curve, for the caption.
     """
+    numbers = update_numbers(updates)
+    held_out = dict(zip(numbers, updates, strict=True))
+    if before is not None:
+        held_out = {0.0: before} | held_out
+    if after is not None and numbers:
+        held_out[numbers[-1]] = {**held_out[numbers[-1]], **after}
+    x = list(held_out)
     learned = [
-        *_lines(updates, _Line("eval/success_greedy", "held out, greedy", BLUE)),
-        *_lines(updates, _Line("eval/success_sampled", "held out, sampled", GREEN)),
+        *(trace for line in _HELD_OUT for trace in _lines(list(held_out.values()), line, x=x)),
         *_lines(updates, _Line("reward/mean", "train reward", GREY)),
     ]
     layout: dict[str, Any] = {
-        "yaxis": _share_axis(),
+        "yaxis": _share_axis() | {"title": {"text": "success, reward", "standoff": 4}},
         "xaxis": {"title": {"text": "update"}},
         "showlegend": True,
     }
-    caption = "Mean train reward and success on tasks that are never trained on."
+    caption = (
+        "Mean train reward of each update, and success on tasks that are never trained on, from before the"
+        " first update (0) to after the last."
+    )
     if cloning:
         x = [point.get("clone/step", float(index)) for index, point in enumerate(cloning)]
-        for line in (
-            _Line("eval/success_greedy", "held out, greedy", BLUE),
-            _Line("eval/success_sampled", "held out, sampled", GREEN),
-        ):
-            beside = _lines(cloning, line, x=x)
-            learned += [{**trace, "xaxis": "x2", "showlegend": False} for trace in beside]
+        for line in _CLONED:
+            learned += [_beside(trace) for trace in _lines(cloning, line, x=x)]
         layout["xaxis"] = {"title": {"text": "update: reinforcement", "standoff": 6}, "domain": [0, 0.57]}
         layout["xaxis2"] = {
             "title": {"text": "step: cloning for longer", "standoff": 6},
-            "domain": [0.63, 1],
-            "anchor": "y",
+            "domain": [0.65, 1],
+            "anchor": "y2",
         }
+        layout["yaxis2"] = _share_axis() | {"anchor": "x2", "matches": "y"}
         source = f" ({cloning_source})" if cloning_source else ""
         caption += (
             " Right, for comparison: cloning for longer instead of reinforcement."
@@ -216,6 +237,11 @@ def _lines(rows: Sequence[Metrics], line: _Line, x: Sequence[float] | None = Non
             "marker": {"color": line.color, "size": 6 if len(points) < 40 else 3},
         }
     ]
+
+
+def _beside(trace: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of the right panel, dotted."""
+    return {**trace, "xaxis": "x2", "yaxis": "y2", "line": {**trace["line"], "dash": "dot"}}
 
 
 def _is_finite(row: Metrics, key: str) -> bool:

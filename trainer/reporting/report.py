@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from spangrad.errors import MissingExtraError
+from spangrad.trainer.processes import own_command
 from spangrad.trainer.reporting.charts import (
     Chart,
     Metrics,
@@ -113,7 +114,13 @@ def render(report: RunReport, plotly_js: str) -> str:
     """The page as text; `plotly_js` is plotly's own script, put in as it is."""
     charts = [
         _success_chart(report),
-        learning_curves(report.updates, report.cloning_curve, report.cloning_source),
+        learning_curves(
+            report.updates,
+            report.cloning_curve,
+            report.cloning_source,
+            before=_held_out(report.before),
+            after=_held_out(report.after),
+        ),
     ]
     small = health_charts(report.updates)
     figures = [chart.figure for chart in (*charts, *small)]
@@ -147,6 +154,11 @@ def _success_chart(report: RunReport) -> Chart:
             if rate is not None:
                 bars.append((mode, when, rate.success, *rate.ci))
     return success_bars(bars)
+
+
+def _held_out(result: EvalResult) -> Metrics:
+    rates = {"eval/success_greedy": result.greedy, "eval/success_sampled": result.sampled}
+    return {key: rate.success for key, rate in rates.items() if rate is not None}
 
 
 def _headline(report: RunReport) -> str:
@@ -198,7 +210,7 @@ def _example(example: Example) -> str:
 def _store(store: str) -> str:
     if not store:
         return ""
-    command = html.escape(f"spangrad rollouts --store {shlex.quote(store)}")
+    command = html.escape(f"{own_command(from_anywhere=True)} rollouts --store {shlex.quote(store)}")
     return f"<p>The traces are in <code>{html.escape(store)}</code>. To list them: <code>{command}</code></p>"
 
 

@@ -20,8 +20,8 @@ const withStyle = (layout, colors) => {
     legend: {orientation: "h", y: 1.02, yanchor: "bottom", x: 0, xanchor: "left"},
     hoverlabel: {bgcolor: colors.card, font: {color: colors.text}},
   };
-  for (const name of ["xaxis", "xaxis2", "yaxis"]) {
-    if (name === "xaxis2" && !layout.xaxis2) continue;
+  for (const name of ["xaxis", "xaxis2", "yaxis", "yaxis2"]) {
+    if (name.endsWith("2") && !layout[name]) continue;
     full[name] = {...layout[name], gridcolor: colors.grid, zerolinecolor: colors.grid, automargin: true};
   }
   return full;

@@ -43,23 +43,29 @@ def flush(gateway_url: str, key: str | None) -> tuple[bool, GatewayState]:
     return reply.status_code == httpx.codes.OK, state
 
 
-def engine_answers(gateway_url: str, key: str | None = None) -> bool:
-    """True if the gateway is up and says that its engine answers; with an operator's key it asks it now."""
+def what_is_down(gateway_url: str, key: str | None = None) -> str | None:
+    """The gateway or the engine behind it, whichever does not answer, with what starts it; None: both do.
+
+    With an operator's key the gateway asks the engine now.
+    """
     try:
         reply = httpx.get(f"{gateway_url}/spangrad/health", headers=_headers(key), timeout=10.0)
-        return reply.status_code == httpx.codes.OK and reply.json()["engine"]["reachable"] is True
-    except (httpx.HTTPError, ValueError, KeyError):
-        return False
+        is_reachable = reply.json()["engine"]["reachable"] is True
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return f"the gateway at {gateway_url} (`spangrad gateway`)"
+    if reply.status_code == httpx.codes.OK and is_reachable:
+        return None
+    return f"the engine behind the gateway at {gateway_url} (`spangrad serve`)"
 
 
 def wait_for_engine(gateway_url: str, timeout_s: float, key: str | None = None) -> None:
-    """Wait until the engine behind a gateway answers; EngineError after `timeout_s`."""
+    """Wait until gateway and engine answer; EngineError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    while not engine_answers(gateway_url, key):
+    while (down := what_is_down(gateway_url, key)) is not None:
         if time.monotonic() > deadline:
             raise EngineError(
-                f"no engine has answered behind {gateway_url} for {timeout_s:.0f} s;"
-                " start it again (`spangrad serve`), then the same command continues"
+                f"{down} has not answered for {timeout_s:.0f} s;"
+                " start it again, then the same command continues"
             )
         time.sleep(0.5)
 

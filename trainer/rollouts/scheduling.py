@@ -4,10 +4,12 @@ Knows the queue and Ray. Knows nothing of credit, learning or publishing.
 
 * Rollout ids are derived from run, update and place, so that enqueueing again after a
   crash adds nothing and what is finished is not run twice.
+* The calls of all these rollouts, whatever they are for, are in the table `calls` afterwards.
 * A rollout that a dead worker held becomes claimable when its lease runs out; until
   then `run_rollouts` waits for it.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from typing import Any
 
 import ray
 
+from spangrad.adapters.calls import calls_of, record_calls
 from spangrad.errors import RolloutError
 from spangrad.store.base import Store
 from spangrad.store.keys import Keys
@@ -23,6 +26,8 @@ from spangrad.trainer.cluster import wait_for
 from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
 from spangrad.trainer.rollouts.worker import RolloutWorker, WorkerReport
+
+logger = logging.getLogger(__name__)
 
 ENDED = (RolloutStatus.SUCCEEDED, RolloutStatus.FAILED)
 
@@ -115,14 +120,20 @@ def run_rollouts(
     store.enqueue(rollouts)
     ids = [rollout.rollout_id for rollout in rollouts]
     reports: list[WorkerReport] = []
+    told: set[tuple[str, int]] = set()
     while True:
         ended = store.rollouts(rollout_ids=ids)
         waiting = [rollout for rollout in ended if rollout.status not in ENDED]
         if on_progress is not None:
             on_progress(len(ended) - len(waiting), len(ids))
         if not waiting:
+            record_calls(store, calls_of(store, ids))
             return ended, reports
         if not any(_is_claimable(rollout) for rollout in waiting):
+            held = {(rollout.rollout_id, rollout.attempt) for rollout in waiting}
+            if not held <= told:
+                logger.warning("%s", _held(waiting))
+                told |= held
             time.sleep(0.2)
             continue
         if before_round is not None:
@@ -153,6 +164,17 @@ class _Pool:
 
 
 _POOL = _Pool()
+
+
+def _held(waiting: Sequence[Rollout]) -> str:
+    """What there is to wait for, and for how long at most, while other workers hold all that is left."""
+    workers = ", ".join(sorted({rollout.worker for rollout in waiting if rollout.worker}))
+    until_ns = max(rollout.lease_until_ns or 0 for rollout in waiting)
+    left_s = max(0.0, (until_ns - time.time_ns()) / 1e9)
+    return (
+        f"waiting for {len(waiting)} rollouts that another process began ({workers}): if it is gone, their"
+        f" leases run out in at most {left_s:.0f} s and they are run again"
+    )
 
 
 def _is_claimable(rollout: Rollout) -> bool:

@@ -214,7 +214,10 @@ class RolloutWorker:
             try:
                 is_flushed, self._gateway = flush(config.gateway_url, config.evaluator_key)
             except httpx.HTTPError as error:
-                logger.warning("%s: the gateway can't hand over its spans: %s", self._name, error)
+                logger.warning(
+                    "%s: the gateway at %s can't hand over its spans: %s",
+                    *(self._name, config.gateway_url, error),
+                )
                 self._wait_for_engine(began)
                 return False
         if not is_flushed:

@@ -17,7 +17,7 @@ Invariants:
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,9 +29,15 @@ from spangrad.errors import PublishError
 from spangrad.trainer.serving.vllm_plugin import REFUSAL
 
 PauseMode = Literal["keep", "wait", "abort"]
+Server = Literal["engine", "gateway"]
 
 FLOAT_NOISE = 2e-5
 """Nats: smaller mean differences say nothing, float32 arithmetic in another order makes them."""
+_EXPECTED: Mapping[Server, str] = {
+    "engine": "a vLLM server started by `spangrad serve` (or with VLLM_SERVER_DEV_MODE=1)",
+    "gateway": "a gateway started by `spangrad gateway` or `spangrad up`",
+}
+"""What answers the requests of this module, by who is asked."""
 UNKNOWN_VERSION = "unknown"
 """Version of an engine whose weights are neither the old nor the new ones for sure."""
 
@@ -257,7 +263,7 @@ def _resumed_after(client: httpx.Client, error: PublishError) -> PublishError:
 def _refresh_gateway(url: str, key: str | None, version: int, timeout_s: float) -> None:
     with _client(url, timeout_s, key) as client:
         try:
-            _post(client, "/spangrad/refresh")
+            _post(client, "/spangrad/refresh", who="gateway")
         except PublishError as error:
             raise PublishError(
                 f"the engine serves version {version}, but the gateway was not told: {error}"
@@ -317,23 +323,25 @@ def _get(client: httpx.Client, path: str) -> dict[str, Any]:
     return _answer(client, "GET", path, None)
 
 
-def _post(client: httpx.Client, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    return _answer(client, "POST", path, body)
+def _post(
+    client: httpx.Client, path: str, body: dict[str, Any] | None = None, *, who: Server = "engine"
+) -> dict[str, Any]:
+    return _answer(client, "POST", path, body, who)
 
 
-def _answer(client: httpx.Client, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    where = f"{method} {str(client.base_url).rstrip('/')}{path.split('?')[0]}"
+def _answer(
+    client: httpx.Client, method: str, path: str, body: dict[str, Any] | None, who: Server = "engine"
+) -> dict[str, Any]:
+    address = str(client.base_url).rstrip("/")
+    where = f"{method} {address}{path.split('?')[0]}"
     try:
         response = client.request(method, path, json=body)
     except httpx.HTTPError as error:
         raise PublishError(
-            f"{where} got no answer ({type(error).__name__}: {error}); is the engine running?"
+            f"{where} got no answer ({type(error).__name__}: {error}); is the {who} at {address} running?"
         ) from error
     if response.status_code == 404:
-        raise PublishError(
-            f"{where} is unknown there; expected a vLLM server started by `spangrad serve` (or with"
-            " VLLM_SERVER_DEV_MODE=1)"
-        )
+        raise PublishError(f"{where} is unknown there; expected {_EXPECTED[who]}")
     if response.is_error:
         raise PublishError(f"{where} answered {response.status_code}: {_message(response)}")
     value = response.json() if response.content else {}

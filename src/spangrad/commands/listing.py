@@ -1,12 +1,13 @@
 """Commands that show what is in a store: rollouts, calls, transitions."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from spangrad.commands.filters import check_authors, is_measured, rollouts_that_fit, trained_on
 from spangrad.commands.options import (
     DEFAULT_STORE,
     JsonOption,
@@ -25,10 +26,20 @@ if TYPE_CHECKING:
     from spangrad.adapters.model_call import ModelCall
     from spangrad.credit.pipeline import CreditedBatch, Render
     from spangrad.store.base import Store
-    from spangrad.store.records import Reward, Rollout
+    from spangrad.store.records import Rollout
     from spangrad.trainer.config import TrainConfig
 
-SplitOption = Annotated[str | None, typer.Option("--split", help="Only this split: train, eval, expert, ...")]
+SplitOption = Annotated[
+    str | None,
+    typer.Option("--split", help="Only this split: train, eval-before-greedy, expert, recorded, ..."),
+]
+AuthorOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--author",
+        help="Whose rewards count: evaluator and operator, if not given, or agent; several times.",
+    ),
+]
 LimitOption = Annotated[int, typer.Option("--limit", min=0, help="Only the last so many rollouts; 0: all.")]
 
 
@@ -38,23 +49,29 @@ def rollouts(
     rollout: RolloutsOption = None,
     run: RunOption = None,
     split: SplitOption = None,
+    author: AuthorOption = None,
     limit: LimitOption = 50,
     sql: Annotated[str | None, typer.Option("--sql", help="Run this read-only SELECT instead.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List rollouts: task, status, attempt, reward, number of model calls, the update that trained on them.
 
-    With --sql, ask the store anything: the tables are described in
-    store/README.md.
+    The reward is the one that trains: of authors that a trainer trusts.
+    With --sql, ask the store anything: store/README.md describes the tables.
     """
+    from spangrad.credit.rewards import DEFAULT_AUTHORS
+
+    check_authors(author or ())
     with opened(store, key) as opened_store:
         if sql is not None:
             rows = opened_store.query(sql)
             columns: Sequence[str] = list(rows[0]) if rows else ()
+            if not rows:
+                note("the query gives no rows")
         else:
-            found = opened_store.rollouts(rollout_ids=rollout, run_id=run, split=split)
+            found = rollouts_that_fit(opened_store, store, rollouts=rollout, run=run, split=split)
             shown = found[-limit:] if limit else found
-            rows = _rollout_rows(opened_store, shown)
+            rows = _rollout_rows(opened_store, shown, author or DEFAULT_AUTHORS)
             columns = (
                 "rollout",
                 "task",
@@ -69,7 +86,7 @@ def rollouts(
                 note(f"the last {len(shown)} of {len(found)} rollouts; --limit 0 lists all")
     if as_json:
         print_json(rows)
-    else:
+    elif rows:
         print_rows(columns, rows, right=("attempt", "reward", "calls", "trained_by_update"))
 
 
@@ -90,7 +107,7 @@ def calls(
     from spangrad.adapters.calls import call_to_json
 
     with opened(store, key) as opened_store:
-        every = _calls(opened_store, rollout, run, split)
+        every = _calls(opened_store, store, rollout, run, split)
     found = [call_to_json(call) for call in (every[-limit:] if limit else every)]
     if left_out := len(every) - len(found):
         note(f"the newest {len(found)} of {len(every)} calls, {left_out} left out; --limit 0 lists all")
@@ -126,13 +143,11 @@ def transitions(
         Path | None,
         typer.Option(
             "--config",
-            help="Config of a run, TOML: its estimators, reward authors, grade and weights; without, GRPO.",
+            help="Config of a run, or demo.toml of a demo: its estimators, reward authors, grade and weights;"
+            " without, GRPO.",
         ),
     ] = None,
-    author: Annotated[
-        list[str] | None,
-        typer.Option("--author", help="Whose rewards count: evaluator, operator, agent; several times."),
-    ] = None,
+    author: AuthorOption = None,
     min_grade: Annotated[
         str | None,
         typer.Option("--min-grade", help="Worst grade to train: exact (as a run does) or ids (default)."),
@@ -151,6 +166,8 @@ def transitions(
 ) -> None:
     """Show the training rows of rollouts: token ids, action mask, advantages, loss weight, segments.
 
+    Without --split or --rollout, of rollouts that a trainer learns from: split
+    train, with --clone expert; in a store without any, all but evaluations.
     Advantages compare a rollout with its whole group, and weights are those
     in the update that trained on it, also where only one rollout is asked for.
     The action mask is true exactly where the policy
@@ -164,16 +181,21 @@ def transitions(
     from spangrad.credit.rewards import DEFAULT_AUTHORS
     from spangrad.credit.transitions import weigh
 
+    check_authors(author or ())
     render = _render(tokenizer, clone=clone)
     settings = None if config is None else _settings(config)
     grade = "text" if render is not None else min_grade or ("ids" if settings is None else "exact")
     with opened(store, key) as opened_store:
-        wanted = opened_store.rollouts(rollout_ids=rollout, run_id=run, split=split)
-        stray: list[ModelCall] = []
-        if not (rollout or run or split) and (clone or not wanted):
-            stray = calls_without_rollout(opened_store)
-        if not wanted and not (stray and clone):
-            raise StoreError(_nothing_to_show(store, stray))
+        has_rollouts = bool(opened_store.rollouts(limit=1))
+        is_all = not (rollout or run or split)
+        stray = calls_without_rollout(opened_store) if is_all and (clone or not has_rollouts) else []
+        if stray and not clone:
+            raise StoreError(_of_no_rollout(store, stray))
+        wanted: list[Rollout] = []
+        if has_rollouts or not stray:
+            wanted = rollouts_that_fit(opened_store, store, rollouts=rollout, run=run, split=split)
+        if not (rollout or split):
+            wanted = trained_on(wanted, clone=clone)
         credit = CreditConfig() if settings is None else settings.credit
         authors = DEFAULT_AUTHORS if settings is None else settings.rollout.reward_authors
         compared = [wanted] if clone else _with_groups(opened_store, wanted)
@@ -194,17 +216,22 @@ def transitions(
     every = [row for one in batches for row in one.rows]
     if stray:
         every = weigh(every)
-    ids = {found.rollout_id for found in wanted} | {call.trace_id for call in stray}
-    rows = [row_to_json(row) for row in every if row.rollout_id in ids]
+    splits: dict[str, str | None] = {found.rollout_id: found.split for found in wanted}
+    splits |= dict.fromkeys(call.trace_id for call in stray)
+    shown = [row for row in every if row.rollout_id in splits]
+    rows = [{"split": splits[row.rollout_id], **row_to_json(row)} for row in shown]
     if as_json:
         print_json(rows)
-    else:
-        print_rows(_TRANSITION_COLUMNS, [_summary(row) for row in rows], right=_TRANSITION_COLUMNS[1:-1])
-    _tell_refused(batches, ids, render)
+    elif rows:
+        print_rows(_TRANSITION_COLUMNS, [_summary(row) for row in rows], right=_TRANSITION_COLUMNS[2:-1])
+    _tell_measured([found for found in wanted if is_measured(found)])
+    _tell_refused(batches, splits, render)
 
 
+_REASONS_SHOWN: Final = 10
 _TRANSITION_COLUMNS: Final = (
     "rollout",
+    "split",
     "attempt",
     "tokens",
     "trained",
@@ -216,18 +243,21 @@ _TRANSITION_COLUMNS: Final = (
 
 
 def _calls(
-    store: "Store", rollout: Sequence[str] | None, run: str | None, split: str | None
+    store: "Store", target: str, rollout: Sequence[str] | None, run: str | None, split: str | None
 ) -> "list[ModelCall]":
     """Calls of the rollouts that fit, oldest first; without a filter, all calls of the store."""
     from spangrad.adapters.calls import calls_of
 
-    wanted = rollout
-    if run is not None or split is not None:
-        found = store.rollouts(rollout_ids=rollout, run_id=run, split=split)
-        wanted = [one.rollout_id for one in found]
-        if not wanted:
-            return []
-    return calls_of(store, wanted)
+    if rollout or run is not None or split is not None:
+        found = rollouts_that_fit(store, target, rollouts=rollout, run=run, split=split)
+        calls = calls_of(store, [one.rollout_id for one in found]) if found else []
+        if found and not calls:
+            note(f"no model call was recorded of the {len(found)} rollouts that fit")
+        return calls
+    calls = calls_of(store)
+    if not calls:
+        note(f"no model call is in {target!r}")
+    return calls
 
 
 def _render(tokenizer: Path | None, *, clone: bool) -> "Render | None":
@@ -239,22 +269,32 @@ def _render(tokenizer: Path | None, *, clone: bool) -> "Render | None":
     return renderer(tokenizer)
 
 
-def _nothing_to_show(store: str, stray: "Sequence[ModelCall]") -> str:
-    if stray:
-        return (
-            f"{len(stray)} model calls in {store!r} belong to no rollout and have no reward;"
-            " `spangrad transitions --clone` takes each of their traces as a rollout"
+def _of_no_rollout(store: str, stray: "Sequence[ModelCall]") -> str:
+    return (
+        f"{len(stray)} model calls in {store!r} belong to no rollout and have no reward;"
+        " `spangrad transitions --clone` takes each of their traces as a rollout"
+    )
+
+
+def _tell_measured(measured: "Sequence[Rollout]") -> None:
+    if measured:
+        splits = ", ".join(sorted({rollout.split for rollout in measured}))
+        note(
+            f"no update trains on these {len(measured)} rollouts of split {splits}, which only measure:"
+            " advantage and loss weight are what they would be"
         )
-    return f"no such rollout in {store!r}; `spangrad rollouts` lists what is there"
 
 
-def _tell_refused(batches: "Sequence[CreditedBatch]", ids: set[str], render: "Render | None") -> None:
+def _tell_refused(batches: "Sequence[CreditedBatch]", ids: Collection[str], render: "Render | None") -> None:
     """Say what is not trained, and what would make rows of calls that are only text."""
     from spangrad.adapters.model_call import Grade
 
     refused = [one for batch in batches for one in batch.refused if one.rollout_id in ids]
-    for reason, count in Counter(one.reason for one in refused).most_common():
+    reasons = Counter(one.reason for one in refused).most_common()
+    for reason, count in reasons[:_REASONS_SHOWN]:
         note(f"not trained, {count}x: {reason}")
+    if others := reasons[_REASONS_SHOWN:]:
+        note(f"not trained, {sum(count for _, count in others)}x: {len(others)} other reasons")
     names = {one.call_id for one in refused}
     read = [call for batch in batches for call in batch.calls if call.call_id in names]
     texts = sum(call.grade is Grade.TEXT for call in read)
@@ -268,13 +308,14 @@ def _tell_refused(batches: "Sequence[CreditedBatch]", ids: set[str], render: "Re
 def _settings(config: Path) -> "TrainConfig":
     from spangrad.trainer.config import load_config
 
-    return load_config(config)
+    return load_config(config, besides=("warm_start",))
 
 
 def _summary(row: dict[str, Any]) -> dict[str, Any]:
     trained = [a for a, sampled in zip(row["advantages"], row["action_mask"], strict=True) if sampled]
     return {
         "rollout": row["rollout_id"],
+        "split": row["split"],
         "attempt": row["attempt"],
         "tokens": len(row["token_ids"]),
         "trained": len(trained),
@@ -301,27 +342,33 @@ def _with_groups(store: "Store", wanted: "Sequence[Rollout]") -> "list[list[Roll
     return list(batches.values())
 
 
-def _rollout_rows(store: "Store", found: "Sequence[Rollout]") -> list[dict[str, Any]]:
+def _rollout_rows(store: "Store", found: "Sequence[Rollout]", authors: Sequence[str]) -> list[dict[str, Any]]:
     from spangrad.adapters.calls import calls_of
+    from spangrad.credit.rewards import by_rollout, rewards_of
 
     if not found:
         return []
     ids = [rollout.rollout_id for rollout in found]
-    given: dict[str, list[Reward]] = {}
-    for reward in store.rewards(ids):
-        if reward.call_id is None:
-            given.setdefault(reward.rollout_id, []).append(reward)
+    given = by_rollout(store.rewards(ids))
     counts = Counter(call.rollout_id for call in calls_of(store, ids))
-    return [
-        _rollout_row(rollout, given.get(rollout.rollout_id, ()), counts[rollout.rollout_id])
-        for rollout in found
-    ]
+    rows: list[dict[str, Any]] = []
+    idle: Counter[str] = Counter()
+    for rollout in found:
+        rewards = given.get(rollout.rollout_id, ())
+        outcome = rewards_of(rollout, rewards, (), authors=authors).outcome
+        rows.append(_rollout_row(rollout, outcome, counts[rollout.rollout_id]))
+        if outcome is None:
+            current = [one for one in rewards if one.attempt in (None, rollout.attempt) and not one.call_id]
+            idle.update({f"{one.name!r} of author {one.author}" for one in current})
+    for what, count in idle.most_common():
+        note(
+            f"{count} rollouts have a reward {what}, which trains nothing: what counts is 'reward' of"
+            f" {' or '.join(authors)} (--author)"
+        )
+    return rows
 
 
-def _rollout_row(rollout: "Rollout", given: "Sequence[Reward]", calls: int) -> dict[str, Any]:
-    current = [reward for reward in given if reward.attempt in (None, rollout.attempt)]
-    trusted = [reward for reward in current if reward.author != "agent"]
-    reward = next(iter((trusted or current)[-1:]), None)
+def _rollout_row(rollout: "Rollout", reward: float | None, calls: int) -> dict[str, Any]:
     return {
         "rollout": rollout.rollout_id,
         "task": rollout.task_id,
@@ -330,12 +377,11 @@ def _rollout_row(rollout: "Rollout", given: "Sequence[Reward]", calls: int) -> d
         "group": rollout.group_id,
         "status": rollout.status.value,
         "attempt": rollout.attempt,
-        "reward": None if reward is None else reward.value,
-        "reward_author": None if reward is None or reward.author is None else reward.author.value,
+        "reward": reward,
         "calls": calls,
         "trained_by_update": rollout.consumed_by,
         "error_type": rollout.error_type,
-        "error": rollout.error,
+        "error": rollout.failure,
     }
 
 

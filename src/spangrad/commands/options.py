@@ -56,21 +56,27 @@ def is_hub(target: str) -> bool:
 
 
 @contextmanager
-def opened(target: str, key: str | None, *, must_exist: bool = True) -> "Iterator[Store]":
-    """Open a store for one command.
+def opened(target: str, key: str | None, *, to_write: bool = False) -> "Iterator[Store]":
+    """Open a store for one command, unless `to_write` beside others that read it.
 
     Raises:
-        StoreError: There is no such file (a command that only reads makes none), or it can't be opened.
+        StoreError: There is no such store (a command that only reads makes none), or it can't be opened.
     """
     path = Path(target)
-    if must_exist and not is_hub(target) and not path.exists() and not Path(f"{target}.spool").exists():
+    if not to_write and not is_hub(target) and not path.exists() and not Path(f"{target}.spool").exists():
         raise StoreError(
             f"there is no store at {target!r}; record one with `spangrad run -- python my_agent.py`,"
             " or name another with --store"
         )
-    from spangrad.store import open_store
+    store: Store
+    if to_write or is_hub(target):
+        from spangrad.store import open_store
 
-    store = open_store(target, key)
+        store = open_store(target, key)
+    else:
+        from spangrad.store.file_store import open_to_read
+
+        store = open_to_read(target)
     try:
         yield store
     finally:

@@ -72,8 +72,8 @@ def _short(text: str) -> str:
 
 
 def note(text: str) -> None:
-    """Say something about a listing without mixing it into the listing."""
-    print(text, file=sys.stderr)
+    """Say something about a listing, in one line, without mixing it into the listing."""
+    print(cell(text), file=sys.stderr)
 
 
 def cell(value: Any) -> str:

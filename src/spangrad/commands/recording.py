@@ -1,16 +1,17 @@
 """Commands that get spans into a store: run, ingest."""
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from spangrad.commands.options import DEFAULT_STORE, JsonOption, KeyOption, StoreOption, opened
+from spangrad.commands.options import DEFAULT_STORE, JsonOption, KeyOption, StoreOption, is_hub, opened
 from spangrad.commands.output import cell, note, print_json, print_rows
-from spangrad.errors import DialectError
+from spangrad.errors import DialectError, StoreLockedError
 
 if TYPE_CHECKING:
     from spangrad.adapters.ingest import IngestReport
@@ -39,9 +40,17 @@ def run(
     """
     from spangrad.tracer.launch import run_command
 
+    if not is_hub(store):
+        from spangrad.store.file_store import check_file
+
+        with suppress(StoreLockedError):  # whoever holds it has a schema that fits
+            check_file(store)
     code = run_command(command, store=store, key=key, rollout_id=rollout, task_id=task)
     if sys.stderr.isatty():
-        note(f"spangrad: recorded into {store}; list it with: spangrad rollouts --store {store}")
+        from spangrad.trainer.processes import own_command
+
+        listing = f"{own_command()} rollouts --store {shlex.quote(store)}"
+        note(f"spangrad: recorded into {store}; list it with: {listing}")
     raise typer.Exit(code)
 
 
@@ -69,7 +78,7 @@ def ingest(
     """
     from spangrad.adapters.ingest import ingest as ingest_files
 
-    with opened(store, key, must_exist=False) as target, _progress() as progress:
+    with opened(store, key, to_write=True) as target, _progress() as progress:
         found = ingest_files(paths, target, progress=progress)
     if as_json:
         print_json([found.to_json()])

@@ -42,7 +42,7 @@ def train(
     from spangrad.trainer.reporting.report import LiveTable
 
     with stop_on_sigterm(), LiveTable() as table:
-        report = run_training(settings, on_update=table.add)
+        report = run_training(settings, on_update=table.add, on_note=table.note)
     print(f"run {settings.run.id}: {report.updates} updates, policy version {report.policy_version}")
 
 

@@ -1,0 +1,236 @@
+"""The loop around rollouts that have already ended: what it makes of them, and what it says."""
+
+import dataclasses
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.adapters.building import span, text_attributes, token_attributes
+from tests.trainer.small_policy import make_policy
+from tests.waiting import wait_until
+
+from spangrad.errors import EmptyBatchError
+from spangrad.store import open_store
+from spangrad.store.file_store import FileStore
+from spangrad.store.otlp import encode_request
+from spangrad.store.records import Reward, RewardAuthor, Rollout, Span, Update
+from spangrad.tracer import conventions as c
+from spangrad.trainer.config import TrainConfig, load_config
+from spangrad.trainer.learning.checkpoint import Checkpoint, save_checkpoint
+from spangrad.trainer.loop import Run
+from spangrad.trainer.resuming import continues
+from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, update_rollouts, worker_config
+
+AGENT = """
+def run(task): ...
+def tasks(split, n, seed): return [{"task_id": f"t{i}"} for i in range(n)]
+def reward(task, output): return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def engine_url() -> Iterator[str]:
+    """An engine that serves version 0, as far as the loop asks before it learns."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"weight_version": "0"}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        serving.join()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture
+def config(tmp_path: Path, model: Path, engine_url: str) -> TrainConfig:
+    (tmp_path / "agent.py").write_text(AGENT)
+    file = tmp_path / "run.toml"
+    file.write_text(f"""
+        [run]
+        id = "r"
+        updates = 3
+        [hub]
+        url = "{tmp_path / "store.duckdb"}"
+        [serving]
+        engine_url = "{engine_url}"
+        model = "{model}"
+        [agent]
+        function = "agent.py:run"
+        tasks = "agent.py:tasks"
+        reward = "agent.py:reward"
+        [rollout]
+        groups_per_update = 1
+        group_size = 2
+        [credit]
+        step = "gigpo"
+        gamma = 0.95
+    """)
+    return load_config(file)
+
+
+def spans_of(rollout_id: str, trace: str, calls: int) -> list[Span]:
+    """A rollout of so many calls; each continues the one before and sees the same as in any other rollout."""
+    names = {c.ROLLOUT_ID: rollout_id, c.ATTEMPT: 0}
+    spans = [span("r", trace=trace, attributes={**names, c.SPAN_ROLE: "rollout"}, end_ns=100)]
+    ids, messages = [1, 2], [{"role": "user", "parts": [{"type": "text", "content": "q"}]}]
+    for index in range(calls):
+        seen = {c.INPUT_MESSAGES: json.dumps(messages), c.RESPONSE_ID: f"{rollout_id}-{index}"}
+        told = text_attributes(**names, **token_attributes(ids, (3, 4), version=0), **seen)
+        spans.append(span(f"c{index}", trace=trace, parent="r", start_ns=10 + index, attributes=told))
+        ids = [*ids, 3, 4, 5]
+        for role in ("assistant", "user"):
+            messages = [*messages, {"role": role, "parts": [{"type": "text", "content": "on"}]}]
+    return spans
+
+
+def end_rollouts(store: FileStore, config: TrainConfig, refill: int, rewards: Sequence[float]) -> None:
+    """End the rollouts of update 0; the first has one call, the next one more, and so on."""
+    rollouts = update_rollouts(config, 0, refill, [{"task_id": "t0"}])
+    store.enqueue(rollouts)
+    for index, (rollout, reward) in enumerate(zip(rollouts, rewards, strict=True)):
+        (claimed,) = store.claim(worker="w", limit=1)
+        assert claimed.rollout_id == rollout.rollout_id
+        store.put_otlp(encode_request(spans_of(rollout.rollout_id, f"{refill}{index + 1}", index + 1)))
+        store.put_rewards([Reward(rollout.rollout_id, reward, attempt=0)], author=RewardAuthor.EVALUATOR)
+        store.finish(rollout.rollout_id, 0)
+
+
+def with_refills(config: TrainConfig, refills: int) -> TrainConfig:
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, refills=refills))
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[TrainConfig], Run]]:
+    """Makes runs whose stores are closed at the end."""
+    runs: list[Run] = []
+
+    def make(config: TrainConfig) -> Run:
+        runs.append(Run(config))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.store.close()
+
+
+def announced(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "refill" in record.getMessage()]
+
+
+def test_equal_rewards_of_longer_and_shorter_rollouts_are_refused(config, start):
+    run = start(with_refills(config, 0))
+    end_rollouts(run.store, config, 0, [1.0, 1.0])
+    with pytest.raises(EmptyBatchError) as caught:
+        run.collect()
+    said = str(caught.value)
+    assert said.startswith("update 0: nothing to learn from 2 rollouts: 6 trainable tokens, 0 of 1 groups")
+    assert {rollout.consumed_by for rollout in run.store.rollouts(run_id="r")} == {None}
+
+
+def test_a_refill_is_announced_before_it_and_only_if_it_follows(config, start, caplog):
+    run = start(with_refills(config, 1))
+    for refill in (0, 1):
+        end_rollouts(run.store, config, refill, [1.0, 1.0])
+    with pytest.raises(EmptyBatchError):
+        run.collect()
+    assert announced(caplog) == [
+        "update 0: no group of 2 rollouts has different rewards; trying other tasks, refill 1 of 1"
+    ]
+
+
+def test_no_refill_is_announced_if_there_is_none(config, start, caplog):
+    run = start(with_refills(config, 0))
+    end_rollouts(run.store, config, 0, [1.0, 1.0])
+    with pytest.raises(EmptyBatchError):
+        run.collect()
+    assert announced(caplog) == []
+
+
+def test_a_refill_that_says_something_is_trained_together_with_what_came_before(config, start):
+    run = start(with_refills(config, 1))
+    end_rollouts(run.store, config, 0, [1.0, 1.0])
+    end_rollouts(run.store, config, 1, [1.0, 0.0])
+    batch, rollouts, _ = run.collect()
+    assert len(rollouts) == 4
+    assert (batch.diagnostics["groups/informative"], batch.diagnostics["groups/equal"]) == (1, 1)
+
+
+def test_a_run_that_begins_continues_nothing(config, start):
+    run = start(config)
+    assert continues(run.store, config, run.checkpoints) is None
+
+
+def test_a_run_that_ended_in_its_first_update_says_that_it_continues(config, start):
+    run = start(config)
+    run.store.enqueue(update_rollouts(config, 0, 0, [{"task_id": "t0"}]))
+    line = continues(run.store, config, run.checkpoints)
+    assert line == "continuing run 'r' at update 0 (no checkpoint yet: from the starting weights)"
+
+
+@pytest.mark.parametrize(
+    ("last", "says"),
+    [
+        (1, "continuing run 'r' at update 2 (checkpoint {})"),
+        (2, "run 'r' has all its 3 updates (checkpoint {}); serving its policy"),
+    ],
+)
+def test_a_run_with_a_checkpoint_says_where_it_continues(config, start, last, says):
+    run = start(config)
+    update = Update("r", last, last + 1, rollout_ids=[], samples=[], metrics={}, checkpoint="", time_ns=1)
+    saved = Checkpoint({"weights": {"w": torch.zeros(1)}}, {}, {"update": dataclasses.asdict(update)})
+    newest = save_checkpoint(run.checkpoints, saved, keep=2)
+    assert continues(run.store, config, run.checkpoints) == says.format(newest)
+
+
+def test_what_a_killed_process_held_is_waited_for_and_said_once(config, tmp_path, caplog):
+    store = open_store(tmp_path / "leases.duckdb")
+    assert isinstance(store, FileStore)
+    rollouts = update_rollouts(config, 0, 0, [{"task_id": "t0"}])
+    store.enqueue(rollouts)
+    store.claim(worker="worker-17", limit=2, lease_s=300.0)
+    worker = worker_config(config, RunKeys(), split="train", temperature=1.0, policy_version=0)
+    ended: list[Rollout] = []
+    waiting = threading.Thread(
+        target=lambda: ended.extend(run_rollouts(store, rollouts, worker, workers=1)[0])
+    )
+
+    def said() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]
+
+    with caplog.at_level(logging.WARNING):
+        waiting.start()
+        try:
+            wait_until(said)
+        finally:
+            for rollout in rollouts:
+                store.finish(rollout.rollout_id, 0)
+            waiting.join()
+    store.close()
+    (line,) = said()
+    assert line.startswith(
+        "waiting for 2 rollouts that another process began (worker-17): if it is gone, their"
+    )
+    assert re.search(r"leases run out in at most [1-9]\d* s and they are run again$", line)
+    assert [rollout.rollout_id for rollout in ended] == [rollout.rollout_id for rollout in rollouts]
