@@ -8,6 +8,7 @@ Invariants:
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from spangrad.adapters.call_tree import build_tree
 from spangrad.adapters.calls import calls_of
@@ -28,6 +29,8 @@ from spangrad.credit.types import Trajectory
 from spangrad.store.base import Store
 from spangrad.store.records import Rollout, RolloutStatus, UpdateSample
 
+MISSING_REWARD: Final = "reward is missing"
+"""Why a call is refused whose rollout nobody scored."""
 Render = Callable[[ModelCall], ModelCall]
 """Fills in the token ids of a text-grade call; raises GradeError (a ValueError) where it can't."""
 
@@ -224,7 +227,7 @@ def _rows(
         ]
     trained = {call.call_id: assigned.get(call.call_id) for call in kept}
     missing = [call_id for call_id, advantage in trained.items() if advantage is None]
-    refused += [Refused(rollout.rollout_id, call_id, "reward is missing") for call_id in missing]
+    refused += [Refused(rollout.rollout_id, call_id, MISSING_REWARD) for call_id in missing]
     return transitions(tree, trained, group_id=rollout.group_id)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from spangrad.store import open_store
+from spangrad.store.file_store import FileStore
 from spangrad.store.records import Reward, Rollout, RolloutStatus
 from tests.command_line import PROMPT, SAMPLED, ingested, listed, recorded, spangrad
 
@@ -45,14 +46,6 @@ def test_a_listing_into_a_pipe_is_plain_tab_separated(store: str) -> None:
     assert first.split("\t")[:7] == ["r-1", "sum", "succeeded", "0", "1", "1", "-"]
 
 
-def test_rollouts_answer_sql(store: str) -> None:
-    rows = listed("rollouts", "--store", store, "--json", "--sql", "SELECT count(*) AS n FROM rollouts")
-    assert rows == [{"n": 2}]
-    done = spangrad("rollouts", "--store", store, "--sql", "DROP TABLE rollouts")
-    assert done.returncode == 1
-    assert done.stderr.startswith("spangrad: ")
-
-
 def test_calls_show_the_engines_ids_and_the_grade(store: str) -> None:
     (call,) = listed("calls", "--store", store, "--rollout", "r-1", "--json")
     assert call["grade"] == "exact", call["grade_reasons"]
@@ -85,8 +78,20 @@ def test_calls_of_a_split(store: str) -> None:
     assert len(listed("calls", "--store", store, "--run", "run-a", "--rollout", "r-1", "--json")) == 1
 
 
-def test_calls_without_a_rollout_are_cloned_by_trace(tmp_path: Path) -> None:
+def test_ingested_calls_have_a_rollout_and_can_be_cloned_without_a_reward(tmp_path: Path) -> None:
     target = ingested(tmp_path, recorded(None, 7))
+    unrewarded = spangrad("transitions", "--store", target)
+    assert unrewarded.returncode == 0
+    assert "not trained, 1x: reward is missing" in unrewarded.stderr
+    assert "`spangrad transitions --clone`" in unrewarded.stderr
+    (row,) = listed("transitions", "--store", target, "--clone", "--json")
+    assert row["rollout_id"] == (7).to_bytes(16, "big").hex()
+
+
+def test_calls_without_a_rollout_are_cloned_by_trace(tmp_path: Path) -> None:
+    target = str(tmp_path / "live.duckdb")
+    with FileStore(target) as live:  # as spans come in at a hub
+        live.put_otlp(recorded(None, 7))
     refused = spangrad("transitions", "--store", target)
     assert refused.returncode == 1
     assert "1 model calls" in refused.stderr

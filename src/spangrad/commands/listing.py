@@ -51,43 +51,27 @@ def rollouts(
     split: SplitOption = None,
     author: AuthorOption = None,
     limit: LimitOption = 50,
-    sql: Annotated[str | None, typer.Option("--sql", help="Run this read-only SELECT instead.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List rollouts: task, status, attempt, reward, number of model calls, the update that trained on them.
 
     The reward is the one that trains: of authors that a trainer trusts.
-    With --sql, ask the store anything: store/README.md describes the tables.
+    `spangrad sql` asks the store anything else.
     """
     from spangrad.credit.rewards import DEFAULT_AUTHORS
 
     check_authors(author or ())
     with opened(store, key) as opened_store:
-        if sql is not None:
-            rows = opened_store.query(sql)
-            columns: Sequence[str] = list(rows[0]) if rows else ()
-            if not rows:
-                note("the query gives no rows")
-        else:
-            found = rollouts_that_fit(opened_store, store, rollouts=rollout, run=run, split=split)
-            shown = found[-limit:] if limit else found
-            rows = _rollout_rows(opened_store, shown, author or DEFAULT_AUTHORS)
-            columns = (
-                "rollout",
-                "task",
-                "status",
-                "attempt",
-                "reward",
-                "calls",
-                "trained_by_update",
-                "error",
-            )
-            if len(shown) < len(found):
-                note(f"the last {len(shown)} of {len(found)} rollouts; --limit 0 lists all")
+        found = rollouts_that_fit(opened_store, store, rollouts=rollout, run=run, split=split)
+        shown = found[-limit:] if limit else found
+        rows = _rollout_rows(opened_store, shown, author or DEFAULT_AUTHORS)
+        if len(shown) < len(found):
+            note(f"the last {len(shown)} of {len(found)} rollouts; --limit 0 lists all")
     if as_json:
         print_json(rows)
     elif rows:
-        print_rows(columns, rows, right=("attempt", "reward", "calls", "trained_by_update"))
+        columns = ("rollout", "task", "status", "attempt", "reward", "calls", "trained_by_update", "error")
+        print_rows(columns, rows, right=columns[3:7])
 
 
 def calls(
@@ -172,7 +156,7 @@ def transitions(
     in the update that trained on it, also where only one rollout is asked for.
     The action mask is true exactly where the policy
     sampled the token. What is not trained is counted with its reason. Calls
-    that name no rollout, such as ingested ones, can be cloned: with --clone,
+    that name no rollout and were not ingested can be cloned: with --clone,
     each of their traces counts as a rollout, if no rollouts are asked for.
     """
     from spangrad.credit import row_to_json
@@ -288,6 +272,7 @@ def _tell_measured(measured: "Sequence[Rollout]") -> None:
 def _tell_refused(batches: "Sequence[CreditedBatch]", ids: Collection[str], render: "Render | None") -> None:
     """Say what is not trained, and what would make rows of calls that are only text."""
     from spangrad.adapters.model_call import Grade
+    from spangrad.credit.pipeline import MISSING_REWARD
 
     refused = [one for batch in batches for one in batch.refused if one.rollout_id in ids]
     reasons = Counter(one.reason for one in refused).most_common()
@@ -295,6 +280,10 @@ def _tell_refused(batches: "Sequence[CreditedBatch]", ids: Collection[str], rend
         note(f"not trained, {count}x: {reason}")
     if others := reasons[_REASONS_SHOWN:]:
         note(f"not trained, {sum(count for _, count in others)}x: {len(others)} other reasons")
+    if refused and all(one.reason == MISSING_REWARD for one in refused):
+        note(
+            "--clone needs no rewards: `spangrad transitions --clone` shows what behaviour cloning trains on"
+        )
     names = {one.call_id for one in refused}
     read = [call for batch in batches for call in batch.calls if call.call_id in names]
     texts = sum(call.grade is Grade.TEXT for call in read)

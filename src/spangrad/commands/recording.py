@@ -65,13 +65,15 @@ def ingest(
 ) -> None:
     """Read traces that another tool exported, and say what each call is good for.
 
-    Calls are read that follow OpenTelemetry's GenAI conventions, 1.37 and
-    later, with messages as JSON attributes, and spangrad's own. All spans
-    are stored as they are; calls told in another way are only counted.
+    Spans: OpenTelemetry GenAI of every year, spangrad's own, OpenInference,
+    OpenLLMetry, Langfuse, LangSmith, MLflow, LiteLLM, Logfire, pydantic-ai,
+    and log records that hold their messages. Exports, known by their rows:
+    Langfuse, LangSmith, MLflow, Phoenix, Agent Lightning, OpenAI chat and
+    request logs. Their scores become rewards, by the author of your key.
 
-    Log records are stored beside the spans that they belong to. Exports of
-    other systems are known by their rows: plain OpenAI chat and request logs,
-    Agent Lightning. Their scores become rewards, by the author of your key.
+    All spans are stored as they are; a call in no known dialect is counted.
+    Calls whose recorder names no rollout get one: their trace, joined with
+    the traces that go on from it.
 
     Every model call gets a grade (exact, ids, text, unusable) and the
     reasons why it is not better. Reading a file twice stores it once.
@@ -117,6 +119,8 @@ def _print_report(found: "IngestReport") -> None:
 
 
 def _tell_no_calls(found: "IngestReport") -> None:
+    from spangrad.adapters.dialects import DIALECTS
+
     scopes = sorted(found.by_scope.items(), key=lambda scope: -scope[1])
     shown = ", ".join(f"{cell(name) or 'no name'} ({count})" for name, count in scopes[:_SCOPES_SHOWN])
     others = len(scopes) - _SCOPES_SHOWN
@@ -128,8 +132,7 @@ def _tell_no_calls(found: "IngestReport") -> None:
     calls = f"; {unread} of them are model calls in a dialect that is not read" if unread else ""
     note(
         f"no model call could be read from {found.spans} spans{seen}{calls}."
-        " Read are OpenTelemetry GenAI with JSON attributes (semantic conventions 1.37 and later)"
-        " and spangrad's own spans; the rest is stored"
+        f" Read are {', '.join(sorted(DIALECTS))}; the rest is stored"
     )
 
 
