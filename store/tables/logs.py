@@ -53,8 +53,6 @@ def read_logs(
     """Records of the spans of these rollouts, or of these traces (all without), by (trace, time)."""
     conditions: list[str] = []
     parameters: list[list[str]] = []
-    if database.read_only and not _has_table(database):
-        return
     if rollout_ids is not None:
         conditions.append(_OF_ROLLOUTS)
         parameters += [list(rollout_ids), list(rollout_ids)]
@@ -71,12 +69,6 @@ def read_logs(
         while chunk := result.fetchmany(READ_ROWS):
             for values in chunk:
                 yield _record(dict(zip((*_PLAIN, *_JSON), values, strict=True)))
-
-
-def _has_table(database: Database) -> bool:
-    """Whether the file is of a spangrad that kept logs; one opened for reading is not migrated."""
-    with database.snapshot() as con:
-        return bool(con.execute("SELECT 1 FROM duckdb_tables() WHERE table_name = 'logs'").fetchall())
 
 
 def _row(record: LogRecord, author: RewardAuthor) -> dict[str, Any]:

@@ -37,6 +37,7 @@ _SPAN_FIELDS = (
     "trace_id",
     "span_id",
     "span_ids",
+    "trace_ids",
     "ancestor_span_ids",
     "start_ns",
     "end_ns",
