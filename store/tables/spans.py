@@ -194,24 +194,25 @@ SELECT s.* REPLACE (coalesce(s.rollout_id, n.rollout_id) AS rollout_id)
 FROM spans s LEFT JOIN sessions n ON n.trace_id = s.trace_id
 """
 """A rollout that a span names, or was found above it, wins over the session that its trace is in."""
-_OF_ROLLOUTS_OR_TRACES = """
-WHERE s.rollout_id IN (SELECT unnest($rollouts)) OR s.trace_id IN (SELECT unnest($traces))
-  OR (s.rollout_id IS NULL AND s.trace_id IN
-      (SELECT trace_id FROM sessions WHERE rollout_id IN (SELECT unnest($rollouts))))
-"""
+_OF_ROLLOUTS = "s.rollout_id IN (SELECT unnest($rollouts))"
+_OF_TRACES = "s.trace_id IN (SELECT unnest($traces))"
+_OF_SESSIONS = "(s.rollout_id IS NULL AND s.trace_id IN (SELECT unnest($sessions)))"
 
 
 def read_spans(
     database: Database, rollout_ids: Sequence[str] | None, trace_ids: Sequence[str] | None
 ) -> Iterator[Span]:
     """Spans of these rollouts or traces (all without), ordered by (trace, start time)."""
-    where, parameters = "", {}
-    if rollout_ids is not None or trace_ids is not None:
-        if not (rollout_ids or trace_ids):
-            return
-        where = _OF_ROLLOUTS_OR_TRACES
-        parameters = {"rollouts": list(rollout_ids or ()), "traces": list(trace_ids or ())}
     with database.snapshot() as con, database.snapshot() as look_up:
+        where, parameters = "", {}
+        if rollout_ids is not None or trace_ids is not None:
+            parameters = {"rollouts": list(rollout_ids or ()), "traces": list(trace_ids or ())}
+            parameters["sessions"] = _traces_of_sessions(con, parameters["rollouts"])
+            parameters = {name: values for name, values in parameters.items() if values}
+            if not parameters:
+                return
+            conditions = {"rollouts": _OF_ROLLOUTS, "traces": _OF_TRACES, "sessions": _OF_SESSIONS}
+            where = "WHERE " + " OR ".join(conditions[name] for name in parameters)  # each is a scan
         result = con.execute(f"{_SPANS} {where} ORDER BY s.trace_id, s.start_ns, s.span_id", parameters)
         names = [column[0] for column in result.description or ()]
         while chunk := result.fetchmany(READ_ROWS):
@@ -219,6 +220,13 @@ def read_spans(
             expander = Expander(rows, _fetch_bases(look_up), _fetch_messages(look_up))
             for row in rows:
                 yield span_from_row(row, expander.attributes(row))
+
+
+def _traces_of_sessions(con: duckdb.DuckDBPyConnection, rollout_ids: Sequence[str]) -> list[str]:
+    if not rollout_ids:
+        return []
+    sql = "SELECT trace_id FROM sessions WHERE rollout_id IN (SELECT unnest(?))"
+    return [trace_id for (trace_id,) in con.execute(sql, [list(rollout_ids)]).fetchall()]
 
 
 def _fetch_bases(con: duckdb.DuckDBPyConnection) -> Callable[[Sequence[str]], list[Row]]:
