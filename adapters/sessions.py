@@ -85,7 +85,7 @@ def keys_of(call: ModelCall) -> CallKeys:
     prefixes: list[str] = []
     answered: list[str] = []
     for message in call.messages:
-        running.update(_canonical(message))
+        running.update(message_key(message))
         if message.get("role") == "assistant":
             prefixes.append(running.copy().hexdigest())
         elif message.get("role") == "tool" and isinstance(message.get("tool_call_id"), str):
@@ -93,7 +93,7 @@ def keys_of(call: ModelCall) -> CallKeys:
     replies: list[str] = []
     for choice in call.choices:
         with_reply = running.copy()
-        with_reply.update(_canonical({**choice.message, "role": "assistant"}))
+        with_reply.update(message_key({**choice.message, "role": "assistant"}))
         replies.append(with_reply.hexdigest())
     previous = call.sampling.get("previous_response_id")
     return CallKeys(
@@ -236,7 +236,7 @@ class _Joined:
         return [Session(root, ids, self._rules.get(root, Counter())) for root, ids in members.items()]
 
 
-def _canonical(message: Mapping[str, Any]) -> bytes:
+def message_key(message: Mapping[str, Any]) -> bytes:
     """A message as bytes that are equal for equal content, however a client wrote it down."""
     calls = message.get("tool_calls")
     plain = {
