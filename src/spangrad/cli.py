@@ -14,7 +14,7 @@ from typing import Annotated, Final
 
 import typer
 
-from spangrad.commands import listing, questions, recording, services, training
+from spangrad.commands import exporting, listing, questions, recording, services, training
 from spangrad.errors import SpangradError
 
 _ABOUT: Final = """Turn the spans that an agent already emits into gradients for the model behind it.
@@ -59,6 +59,9 @@ app.command("report", rich_help_panel=LOOK, epilog="Example: spangrad report --s
 app.command("sql", rich_help_panel=LOOK, epilog='Example: spangrad sql "SELECT * FROM tool_errors"')(
     questions.sql
 )
+app.command(
+    "export", rich_help_panel=LOOK, epilog="Example: spangrad export data --format trl-sft --min-reward 1"
+)(exporting.export)
 app.command(
     "hub", rich_help_panel=SERVE, epilog="Example: spangrad hub --store shop.duckdb --keys keys.json"
 )(services.hub)

@@ -1,0 +1,180 @@
+"""The format `transitions` of `spangrad export`: credited rows as Parquet.
+
+Knows how credit's rows become columns, and that a rollout is compared with its whole group, also with what
+is left out. Knows no command line.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+from spangrad.adapters.datasets.card import Side
+from spangrad.adapters.datasets.conversation import Exported
+from spangrad.adapters.datasets.export import HAS_SECRET
+from spangrad.adapters.datasets.scanning import Scanner
+from spangrad.adapters.datasets.selecting import (
+    Chosen,
+    Filters,
+    Outcomes,
+    Progress,
+    Selection,
+    usable_calls,
+)
+from spangrad.adapters.datasets.tables import TRANSITIONS
+from spangrad.adapters.datasets.writing import write_parquet
+from spangrad.adapters.model_call import ModelCall
+from spangrad.credit.assign import CreditConfig
+from spangrad.credit.pipeline import CreditedBatch, Render, credited_rows
+from spangrad.credit.rewards import by_rollout, rewards_of
+from spangrad.credit.transition import Transition
+from spangrad.credit.transitions import row_to_json, weigh
+from spangrad.store.base import Store
+from spangrad.store.records import Rollout
+
+ROLLOUTS_AT_ONCE: Final = 100
+MIXED: Final = "it trains replies of another model, too"
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """How transitions get their numbers."""
+
+    config: CreditConfig | None
+    """None: no rewards are needed, every reply has advantage 1."""
+    authors: Sequence[str]
+    """Whose rewards count."""
+    render: Render | None = None
+    """Gives calls of grade text their ids."""
+
+
+def outcomes_by(store: Store, authors: Sequence[str]) -> Outcomes:
+    """What rollouts got, by the authors that count."""
+
+    def outcomes(
+        rollouts: Sequence[Rollout], calls: Mapping[str, Sequence[ModelCall]]
+    ) -> dict[str, float | None]:
+        given = by_rollout(store.rewards([one.rollout_id for one in rollouts]) if rollouts else ())
+        return {
+            one.rollout_id: rewards_of(
+                one, given.get(one.rollout_id, ()), calls[one.rollout_id], authors=authors
+            ).outcome
+            for one in rollouts
+        }
+
+    return outcomes
+
+
+class TransitionWriter:
+    """Writes credited rows. A rollout is compared with its whole group, also with what is left out."""
+
+    def __init__(
+        self,
+        store: Store,
+        selection: Selection,
+        filters: Filters,
+        credit: Credit,
+        scanner: Scanner,
+        *,
+        keep_secrets: bool,
+    ) -> None:
+        """Of `selection`, which was made with these filters."""
+        self._store, self._selection, self._filters = store, selection, filters
+        self._credit, self._scanner, self._keep_secrets = credit, scanner, keep_secrets
+        self._groups: dict[str, list[Rollout]] = {}
+
+    def write(self, folder: Path, seen: Sequence[Rollout], progress: Progress | None) -> dict[str, Side]:
+        """Write `train.parquet` and, with a share held out, `heldout.parquet`; `seen`: all rollouts."""
+        self._groups = self._group(seen)
+        sides: dict[str, Side] = {}
+        done = 0
+        for name in ("train", "heldout") if self._filters.heldout else ("train",):
+            chosen = self._selection.side(self._filters.heldout, is_heldout=name == "heldout")
+            side = sides[name] = Side(f"{name}.parquet", trained_tokens=0)
+            rows = self._rows(chosen, side, done, progress)
+            side.rows = write_parquet(folder / side.file, rows, TRANSITIONS)
+            done += len(chosen)
+        return sides
+
+    def _group(self, seen: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+        """Members by group; rollouts of no group are compared with those of the same task."""
+        named = sorted({one.group_id for one in seen if one.group_id is not None})
+        members = {one.rollout_id: one for one in seen}
+        for start in range(0, len(named), ROLLOUTS_AT_ONCE):
+            part = self._store.rollouts(group_ids=named[start : start + ROLLOUTS_AT_ONCE])
+            members |= {one.rollout_id: one for one in part}
+        groups: dict[str, list[Rollout]] = {}
+        for rollout_id in sorted(members):
+            one = members[rollout_id]
+            group_id = one.group_id or self._selection.tasks.get(rollout_id)
+            if group_id is not None:
+                groups.setdefault(group_id, []).append(replace(one, group_id=group_id))
+        return groups
+
+    def _rows(
+        self, chosen: Sequence[Chosen], side: Side, done: int, progress: Progress | None
+    ) -> Iterator[dict[str, Any]]:
+        tasks = [list(members) for _, members in groupby(chosen, key=lambda one: one.task_key)]
+        waiting: list[Chosen] = []
+        for number, members in enumerate(tasks, start=1):
+            waiting += members
+            if len(waiting) >= ROLLOUTS_AT_ONCE or number == len(tasks):
+                yield from self._batch(waiting, side)
+                done += len(waiting)
+                waiting = []
+                if progress is not None:
+                    progress(done, len(self._selection.chosen))
+
+    def _batch(self, chosen: Sequence[Chosen], side: Side) -> Iterator[dict[str, Any]]:
+
+        by_id = {one.rollout.rollout_id: one for one in chosen}
+        groups = sorted({one.rollout.group_id or one.task_key for one in chosen})
+        members = [one for group in groups for one in self._groups[group]]
+        if self._credit.config is None:
+            members = [one for one in members if one.rollout_id in by_id]
+        batch = credited_rows(
+            self._store,
+            members,
+            self._credit.config,
+            min_grade=str(self._filters.min_grade),
+            authors=self._credit.authors,
+            render=self._credit.render,
+        )
+        calls = {call.call_id: call for call in batch.calls if call.rollout_id in by_id}
+        usable = {call.call_id for call in usable_calls(list(calls.values()), self._filters)}
+        self._count_refused(batch, usable)
+        rows = [row for row in batch.rows if row.rollout_id in by_id and self._may_go(row, calls)]
+        rows.sort(key=lambda row: (by_id[row.rollout_id].task_key, row.rollout_id))
+        for rollout_id, own in groupby(weigh(rows, n_rollouts=1), key=lambda row: row.rollout_id):
+            one, told = by_id[rollout_id], list(own)
+            trained = [calls[segment.call_id] for row in told for segment in row.segments]
+            trained = list({call.call_id: call for call in trained}.values())
+            side.add(Exported(rollout_id, one.task_key, trained, one.reward))
+            for row in told:
+                side.trained_tokens = (side.trained_tokens or 0) + int(row.action_mask.sum())
+                yield _row(row, one, calls)
+
+    def _count_refused(self, batch: CreditedBatch, usable: set[str]) -> None:
+        """What credit refused of what the filters let pass."""
+        for one in batch.refused:
+            if one.call_id in usable:
+                self._selection.refused.calls[one.reason] += 1
+
+    def _may_go(self, row: Transition, calls: Mapping[str, ModelCall]) -> bool:
+        refused = self._selection.refused.rows
+        own = [calls[segment.call_id] for segment in row.segments]
+        if self._filters.policy is not None and any(call.model != self._filters.policy for call in own):
+            refused[MIXED] += 1
+            return False
+
+        texts = [[call.messages, [choice.message for choice in call.choices]] for call in own]
+        if self._scanner.has_secret(texts) and not self._keep_secrets:
+            refused[HAS_SECRET] += 1
+            return False
+        return True
+
+
+def _row(row: Transition, one: Chosen, calls: Mapping[str, ModelCall]) -> dict[str, Any]:
+    model = calls[row.segments[0].call_id].model
+    return {**row_to_json(row), "task_key": one.task_key, "model": model, "reward": one.reward}

@@ -1,0 +1,263 @@
+"""`spangrad export`, run as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import pytest
+from typer.testing import CliRunner
+
+from spangrad.adapters import ingest
+from spangrad.adapters.datasets.tables import TRANSITIONS, columns
+from spangrad.cli import app
+from spangrad.errors import ConfigError, EmptyBatchError, StoreError
+from spangrad.store import open_store
+from spangrad.store.otlp import encode_request
+from spangrad.store.records import Reward, Rollout
+from spangrad.tracer import conventions as c
+from tests.adapters.building import span, text_attributes, token_attributes
+
+MULTI_TURN = Path(__file__).parent / "adapters" / "fixtures" / "genai_openai" / "multi_turn.otlp.jsonl"
+FORMATS = (
+    "transitions",
+    "messages",
+    "sharegpt",
+    "trl-sft",
+    "trl-dpo",
+    "trl-grpo",
+    "verl",
+    "otlp",
+    "otlp-proto",
+)
+KEY = "sk-proj-1234567890abcdef"
+
+
+def said(role: str, text: str) -> str:
+    message = {"role": role, "parts": [{"type": "text", "content": text}], "finish_reason": "stop"}
+    return json.dumps([message])
+
+
+def recorded(rollout_id: str, number: int, reply: str, asked: str) -> bytes:
+    """A rollout of one exact call: prompt 1 2 3, reply 4 5, logprobs -0.5, version 7."""
+    attributes = text_attributes(**{c.ROLLOUT_ID: rollout_id, c.RESPONSE_ID: rollout_id}) | token_attributes()
+    attributes |= {c.INPUT_MESSAGES: said("user", asked), c.OUTPUT_MESSAGES: said("assistant", reply)}
+    return encode_request([span("a", trace=str(number), attributes=attributes)])
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two tasks of two rollouts each, rewarded 1 and 0; one of the last task says a key; and the picnic."""
+    path = str(tmp_path_factory.mktemp("export") / "store.duckdb")
+    with open_store(path) as opened:
+        for number in range(4):
+            task = f"task-{number // 2}"
+            rollout_id = f"r-{number}"
+            opened.enqueue([Rollout(rollout_id, task_id=task, group_id=task, run_id="run")])
+            (claimed,) = opened.claim(worker="w")
+            reply = f"use {KEY}" if number == 3 else f"reply {number}"
+            opened.put_otlp(recorded(rollout_id, number + 1, reply, f"question of {task}"))
+            opened.finish(rollout_id, claimed.attempt)
+            opened.put_rewards([Reward(rollout_id, float(number % 2 == 0))])
+        ingest([MULTI_TURN], opened)
+    return path
+
+
+def export(out: Path, form: str, store: str, *options: str) -> dict[str, Any]:
+    """The card of an export, run in this process."""
+    done = CliRunner().invoke(
+        app,
+        ["export", str(out), "--format", form, "--store", store, "--json", *options],
+        catch_exceptions=False,
+    )
+    assert done.exit_code == 0, done.output
+    card: dict[str, Any] = json.loads(done.stdout)
+    return card
+
+
+def lines(file: Path) -> list[Any]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_transitions_have_masks_and_the_advantages_of_whole_groups(store: str, tmp_path: Path) -> None:
+    export(tmp_path / "out", "transitions", store, "--min-reward", "1")
+    table = pq.read_table(tmp_path / "out" / "train.parquet")
+    assert table.schema.equals(TRANSITIONS)
+    assert all(field.metadata[b"doc"] for field in table.schema)
+    rows = table.to_pylist()
+    assert [(row["rollout_id"], row["task_key"]) for row in rows] == [
+        ("r-0", "task:task-0"),
+        ("r-2", "task:task-1"),
+    ]
+    first = rows[0]
+    assert (first["token_ids"], first["action_mask"]) == ([1, 2, 3, 4, 5], [False] * 3 + [True] * 2)
+    assert first["behavior_logprobs"] == [None] * 3 + [-0.5] * 2
+    assert first["policy_versions"] == [None] * 3 + [7] * 2
+    # Rewards 1 and 0: (1 - 0.5) / (0.5 + 1e-6), though the rollout with 0 is not written.
+    assert first["advantages"] == [None] * 3 + [pytest.approx(1.0, abs=1e-5)] * 2
+    assert (first["loss_weight"], first["reward"], first["grade"]) == (0.5, 1.0, "exact")
+    assert first["segments"][0]["start"] == 3
+
+
+def test_the_columns_of_transitions_are_documented() -> None:
+    page = (Path(__file__).parents[1] / "adapters" / "README.md").read_text()
+    for name, _, meaning in columns():
+        assert f"| `{name}` | " in page and f"| {meaning}" in page
+    for form in FORMATS:
+        assert f"`{form}`" in page
+
+
+def test_transitions_can_be_cloned_without_rewards(store: str, tmp_path: Path) -> None:
+    card = export(tmp_path / "out", "transitions", store, "--clone")
+    rows = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    assert [row["rollout_id"] for row in rows] == ["r-0", "r-1", "r-2"]  # the picnic has no ids, r-3 a key
+    assert {value for row in rows for value in row["advantages"]} == {None, 1.0}
+    assert card["splits"]["train"]["trained_tokens"] == 6
+    assert card["refused"]["calls"] == {"grade text: arguments were re-serialised; no token ids": 4}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_same_command_twice_gives_the_same_bytes(store: str, tmp_path: Path, form: str) -> None:
+    split = () if form.startswith("otlp") else ("--heldout", "0.4")
+    for name in ("one", "two"):
+        export(tmp_path / name, form, store, *split)
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert {"card.json", "card.md"} < set(files)
+    for name in files:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_a_card_says_what_is_in_it_and_what_was_left_out(store: str, tmp_path: Path) -> None:
+    card = export(tmp_path / "out", "messages", store, "--licence", "CC-BY-4.0", "--min-grade", "ids")
+    assert card == json.loads((tmp_path / "out" / "card.json").read_text())
+    train = card["splits"]["train"]
+    assert {name: train[name] for name in ("rows", "rollouts", "tasks", "calls")} == {
+        "rows": 3, "rollouts": 3, "tasks": 2, "calls": 3,
+    }  # fmt: skip
+    assert (train["grades"], train["models"]) == ({"exact": 3}, {"policy": 3})
+    assert train["dialects"] == {"spangrad": 3}
+    assert train["rewards"] == {
+        "given": 3,
+        "missing": 0,
+        "lowest": 0.0,
+        "mean": pytest.approx(2 / 3),
+        "highest": 1.0,
+    }
+    assert (card["licence"], card["rollouts_seen"]) == ("CC-BY-4.0", 5)
+    assert card["refused"]["rollouts"] == {"no usable call": 1}
+    assert card["refused"]["rows"] == {"a key or token is in it; --keep-secrets keeps such rows": 1}
+    assert card["secrets_found"] == {"api key": 1}
+    page = (tmp_path / "out" / "card.md").read_text()
+    assert "Licence: CC-BY-4.0." in page and "| no usable call | 1 |" in page
+    assert KEY not in page and KEY not in (tmp_path / "out" / "train.jsonl").read_text()
+
+
+def test_secrets_are_kept_if_asked(store: str, tmp_path: Path) -> None:
+    card = export(tmp_path / "out", "messages", store, "--keep-secrets")
+    assert KEY in (tmp_path / "out" / "train.jsonl").read_text()
+    assert (card["secrets_found"], card["refused"]["rows"]) == ({"api key": 1}, {})
+
+
+def test_rollouts_are_chosen_by_sql_reward_model_and_task(store: str, tmp_path: Path) -> None:
+    ask = "SELECT rollout_id FROM outcomes WHERE task_id = 'task-0' -- mine"
+    export(tmp_path / "sql", "trl-sft", store, "--sql", ask)
+    assert {row["rollout_id"] for row in lines(tmp_path / "sql" / "train.jsonl")} == {"r-0", "r-1"}
+    export(tmp_path / "best", "trl-sft", store, "--policy", "policy", "--per-task", "1")
+    assert {row["rollout_id"] for row in lines(tmp_path / "best" / "train.jsonl")} == {"r-0", "r-2"}
+    export(tmp_path / "model", "trl-sft", store, "--policy", "stub-7b")
+    assert len(lines(tmp_path / "model" / "train.jsonl")) == 4
+
+
+def test_pairs_are_of_one_task(store: str, tmp_path: Path) -> None:
+    export(tmp_path / "out", "trl-dpo", store)
+    (pair,) = lines(tmp_path / "out" / "train.jsonl")  # the other pair holds the key
+    assert (pair["chosen"][0]["content"], pair["rejected"][0]["content"]) == ("reply 0", "reply 1")
+
+
+def test_the_split_leaks_no_task_in_any_format(store: str, tmp_path: Path) -> None:
+    export(tmp_path / "out", "trl-grpo", store, "--heldout", "0.5")
+    sides = [
+        {row["task_id"] for row in lines(tmp_path / "out" / f"{side}.jsonl")} for side in ("train", "heldout")
+    ]
+    assert len(sides[0]) + len(sides[1]) == 3
+    assert not sides[0] & sides[1]
+    export(tmp_path / "rows", "transitions", store, "--heldout", "0.5")
+    for side, tasks in zip(("train", "heldout"), sides, strict=True):
+        assert {
+            row["task_key"] for row in pq.read_table(tmp_path / "rows" / f"{side}.parquet").to_pylist()
+        } <= tasks
+
+
+def test_verl_gets_parquet(store: str, tmp_path: Path) -> None:
+    export(tmp_path / "out", "verl", store)
+    rows = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    assert [row["extra_info"]["task_id"][:5] for row in rows] == ["promp", "task:", "task:"]
+    assert rows[1]["prompt"] == [{"role": "user", "content": "question of task-0"}]
+
+
+def test_what_is_there_is_replaced_only_if_asked_and_only_an_export(store: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export(out, "messages", store)
+    before = (out / "train.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="is there already"):
+        export(out, "sharegpt", store)
+    assert (out / "train.jsonl").read_bytes() == before
+    export(out, "verl", store, "--force")
+    assert sorted(path.name for path in out.iterdir()) == ["card.json", "card.md", "train.parquet"]
+    (out / "mine.txt").write_text("precious")
+    with pytest.raises(ConfigError, match=r"holds 'mine\.txt'"):
+        export(out, "messages", store, "--force")
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(ConfigError, match="was not written by"):
+        export(other, "messages", store, "--force")
+    assert (out / "mine.txt").read_text() == "precious"
+
+
+def test_nothing_is_left_of_an_export_that_failed(store: str, tmp_path: Path) -> None:
+    with pytest.raises(EmptyBatchError, match=r"reward below 2 \(4\); no reward \(1\)"):
+        export(tmp_path / "out", "messages", store, "--min-reward", "2")
+    with pytest.raises(StoreError, match="column rollout_id"):
+        export(tmp_path / "out", "messages", store, "--sql", "SELECT 1 AS x")
+    with pytest.raises(EmptyBatchError):
+        export(tmp_path / "out", "messages", store, "--sql", "SELECT rollout_id FROM rollouts WHERE false")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("otlp", "--heldout", "0.1"),
+        ("otlp", "--min-reward", "1"),
+        ("messages", "--clone"),
+        ("transitions", "--tokenizer", "folder"),
+        ("messages", "--heldout", "1.5"),
+    ],
+)
+def test_options_that_do_not_go_together_are_one_line(
+    store: str, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "spangrad",
+        "export",
+        str(tmp_path / "out"),
+        "--store",
+        store,
+        "--format",
+    ]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
+
+
+def test_a_copy_can_be_ingested_again(store: str, tmp_path: Path) -> None:
+    for form, name in (("otlp", "otlp.jsonl"), ("otlp-proto", "otlp.pb")):
+        card = export(tmp_path / form, form, store)
+        with open_store(str(tmp_path / f"{form}.duckdb")) as again:
+            report = ingest([tmp_path / form / name], again)
+        assert (report.new_spans, report.calls) == (8, 8)
+        assert card["splits"]["all"]["rows"] == 8 + report.logs
+        assert card["secrets_found"] == {"api key": 1}
