@@ -30,7 +30,7 @@ def openai_message(message: Message, *, weight: int | None = None) -> Row:
     """A message as OpenAI's fine-tuning takes it; reasoning has no place there and is left out."""
     role = "system" if message.get("role") == "developer" else str(message.get("role"))
     if role not in _OPENAI_KEYS:
-        raise NoForm(f"a message has role {role!r}")
+        raise NoForm(f"a message has role {role!r:.40}")
     found: Row = {"role": role}
     for key in _OPENAI_KEYS[role]:
         if (value := message.get(key)) is not None:
@@ -123,4 +123,4 @@ def _check_parts(content: Any, kinds: Sequence[str]) -> None:
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind not in kinds or (kind == "text" and not isinstance(part.get("text"), str)):
-            raise NoForm(f"a message has a part of type {kind!r}")
+            raise NoForm(f"a message has a part of type {kind!r:.40}")

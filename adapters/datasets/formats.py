@@ -146,6 +146,7 @@ def verl_rows(rollouts: Iterable[Exported]) -> Iterator[Told | Refusal]:
             yield Refusal(members[0].rollout_id, reason)
             continue
         try:
+            _require_prompt(first)
             prompt = [{"role": str(m["role"]), "content": text_of(m)} for m in first.messages]
         except NoForm as error:
             yield Refusal(members[0].rollout_id, str(error))
@@ -195,6 +196,7 @@ def _by_conversation(
 
 
 def _messages_row(conversation: Conversation) -> Row:
+    _require_prompt(conversation.call)
     messages = [
         openai_message(message, weight=int(new) if message.get("role") == "assistant" else None)
         for message, new in zip(conversation.messages, conversation.new, strict=True)
@@ -228,7 +230,13 @@ def _prompt_key(call: ModelCall) -> tuple[bytes, str]:
     return (shown[-1] if shown else b"", json.dumps(call.tools, sort_keys=True, default=dict))
 
 
+def _require_prompt(call: ModelCall) -> None:
+    if not call.messages:
+        raise NoForm("its prompt is not known as messages")
+
+
 def _prompt(call: ModelCall) -> list[Row]:
+    _require_prompt(call)
     return [template_message(message) for message in call.messages]
 
 

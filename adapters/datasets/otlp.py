@@ -50,13 +50,17 @@ def write_copy(
                 side.calls += 1
             yield span
 
+    total = 0
+    if progress is not None and rollout_ids is None:
+        (row,) = store.query("SELECT (SELECT count(*) FROM spans) + (SELECT count(*) FROM logs) AS total")
+        total = int(row["total"])
     copied = requests(looked_at(store.spans(rollout_ids)), store.logs(rollout_ids))
     with (folder / side.file).open("wb") as file:
         for request, count, is_logs in copied:
             file.write(json_line(request, is_logs=is_logs) if as_json else framed(request))
             side.rows += count
             if progress is not None:
-                progress(side.rows, 0)
+                progress(side.rows, max(total, side.rows))
     side.rollouts = len(rollouts)
     return side
 

@@ -9,6 +9,7 @@ Invariants:
 * whatever is left out is counted with its reason.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,8 @@ class Filters:
             raise ConfigError(f"the held-out share is {self.heldout!r}; expected 0 or more, below 1")
         if self.per_task is not None and self.per_task < 1:
             raise ConfigError(f"rollouts per task is {self.per_task!r}; expected 1 or more")
+        if self.min_reward is not None and not math.isfinite(self.min_reward):
+            raise ConfigError(f"the least reward is {self.min_reward!r}; expected a finite number")
         if self.min_grade is Grade.UNUSABLE:
             raise ConfigError("grade 'unusable' trains nothing; expected exact, ids or text")
 

@@ -59,7 +59,7 @@ def _turns(conversation: Conversation) -> Iterator[dict[str, str]]:
         elif role == "user":
             yield {"from": "human", "value": text_of(message)}
         else:
-            raise NoForm(f"a message has role {role!r}")
+            raise NoForm(f"a message has role {role!r:.40}")
 
 
 def _reply(message: Message) -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import pyarrow as pa  # type: ignore[import-untyped]
 from pyarrow import parquet
 
-from spangrad.errors import ConfigError, StoreError
+from spangrad.errors import ConfigError, SpangradError, StoreError
 
 CARD: Final = "card.json"
 MADE_BY: Final = "spangrad export"
@@ -47,13 +47,16 @@ def whole_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
         if target.exists():
             target.rename(old)
         beside.rename(target)
+    except SpangradError:  # some are OSErrors, and none is about this folder
+        raise
     except OSError as error:
         if old.exists() and not target.exists():
             old.rename(target)
         raise StoreError(f"{str(target)!r} can't be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def check_target(target: Path, *, force: bool) -> None:

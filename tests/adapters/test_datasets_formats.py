@@ -141,6 +141,12 @@ def test_verl_begins_with_what_was_asked():
     assert "verl begins" in refusals("verl", late)[0]
 
 
+@pytest.mark.parametrize("name", ["messages", "sharegpt", "trl-sft", "trl-grpo", "verl"])
+def test_a_prompt_that_is_known_as_ids_alone_is_refused(name):
+    rollout = Exported("r", "task:t", [chat("a", messages=[])])
+    assert len(refusals(name, rollout)) == 1
+
+
 def test_a_reply_that_nobody_recorded_is_context():
     shown = [("user", "hi"), ("assistant", "an example"), ("user", "now you")]
     rollout = Exported("r", "task:t", [chat("a", *shown)])

@@ -121,7 +121,14 @@ def test_the_split_leaks_no_task(store):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"heldout": 1.0}, {"heldout": -0.1}, {"per_task": 0}, {"min_grade": Grade.UNUSABLE}]
+    "wrong",
+    [
+        {"heldout": 1.0},
+        {"heldout": -0.1},
+        {"min_reward": float("nan")},
+        {"per_task": 0},
+        {"min_grade": Grade.UNUSABLE},
+    ],
 )
 def test_filters_that_can_not_be_are_refused(wrong):
     with pytest.raises(ConfigError):

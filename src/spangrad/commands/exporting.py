@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from spangrad.store.records import Rollout
 
 ROWS_OF_SQL: Final = 10_000
+_STRAYS_SQL: Final = """
+SELECT count(*) AS traces FROM (SELECT trace_id FROM spans GROUP BY trace_id HAVING count(rollout_id) = 0)
+WHERE trace_id NOT IN (SELECT trace_id FROM sessions)
+"""
 
 
 class ExportFormat(StrEnum):
@@ -194,7 +198,7 @@ def export(
             refused=refused,
             secrets=scanner.found,
             seen=seen,
-            notes=_notes(form, sides),
+            notes=(*_notes(form, sides), *_strays(source, any(asked.values()) or is_copy)),
             columns=tuple(columns()) if is_rows else (),
         )
         if not any(side.rows for side in sides.values()):
@@ -296,6 +300,15 @@ def _notes(form: ExportFormat, sides: "Mapping[str, Side]") -> tuple[str, ...]:
     if "heldout" in sides:
         notes.append("tasks are held out by the hash of their key; a task never changes its side")
     return tuple(notes)
+
+
+def _strays(store: "Store", is_known: bool) -> list[str]:
+    """What a dataset of rollouts can't have: traces that are of none."""
+    if is_known:
+        return []
+    (row,) = store.query(_STRAYS_SQL)
+    count = row["traces"]
+    return [f"{count} traces belong to no rollout; only otlp has them"] if count else []
 
 
 def _nothing(store: str, card: "Card") -> str:

@@ -168,7 +168,7 @@ class TransitionWriter:
             refused[MIXED] += 1
             return False
 
-        texts = [[call.messages, [choice.message for choice in call.choices]] for call in own]
+        texts = [[call.messages, call.tools, [choice.message for choice in call.choices]] for call in own]
         if self._scanner.has_secret(texts) and not self._keep_secrets:
             refused[HAS_SECRET] += 1
             return False
