@@ -1,6 +1,7 @@
 """`spangrad export`, run as a user runs it."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from spangrad.store.otlp import encode_request
 from spangrad.store.records import Reward, Rollout
 from spangrad.tracer import conventions as c
 from tests.adapters.building import span, text_attributes, token_attributes
+from tests.store.hub_process import HubProcess
 
 MULTI_TURN = Path(__file__).parent / "adapters" / "fixtures" / "genai_openai" / "multi_turn.otlp.jsonl"
 FORMATS = (
@@ -44,7 +46,9 @@ def recorded(rollout_id: str, number: int, reply: str, asked: str) -> bytes:
     """A rollout of one exact call: prompt 1 2 3, reply 4 5, logprobs -0.5, version 7."""
     attributes = text_attributes(**{c.ROLLOUT_ID: rollout_id, c.RESPONSE_ID: rollout_id}) | token_attributes()
     attributes |= {c.INPUT_MESSAGES: said("user", asked), c.OUTPUT_MESSAGES: said("assistant", reply)}
-    return encode_request([span("a", trace=str(number), attributes=attributes)])
+    names = {c.ROLLOUT_ID: rollout_id, c.SPAN_ROLE: "rollout"}
+    root = span("r", trace=str(number), attributes=names, end_ns=100)
+    return encode_request([root, span("a", trace=str(number), parent="r", attributes=attributes)])
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +103,40 @@ def test_transitions_have_masks_and_the_advantages_of_whole_groups(store: str, t
     assert first["advantages"] == [None] * 3 + [pytest.approx(1.0, abs=1e-5)] * 2
     assert (first["loss_weight"], first["reward"], first["grade"]) == (0.5, 1.0, "exact")
     assert first["segments"][0]["start"] == 3
+
+
+def test_rollouts_of_no_group_are_compared_with_those_of_the_same_task(tmp_path: Path) -> None:
+    path = str(tmp_path / "recorded.duckdb")
+    with open_store(path) as opened:
+        for number, rollout_id in enumerate(("good", "bad", "lone"), start=1):
+            asked = "other" if rollout_id == "lone" else "the same"
+            opened.put_otlp(recorded(rollout_id, number, f"reply {number}", asked))
+        assert [one.group_id for one in opened.rollouts()] == [None] * 3
+        opened.put_rewards([Reward("good", 1.0), Reward("bad", 0.0), Reward("lone", 1.0)])
+    export(tmp_path / "out", "transitions", path)
+    rows = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    found = {row["rollout_id"]: row["advantages"][-1] for row in rows}
+    assert found == {"good": pytest.approx(1, abs=1e-5), "bad": pytest.approx(-1, abs=1e-5), "lone": 0.0}
+    assert {row["group_id"] == row["task_key"] for row in rows} == {True}
+
+
+def test_a_runs_config_says_what_counts(store: str, tmp_path: Path) -> None:
+    config = Path(__file__).parents[1] / "examples" / "02_calculator" / "run.toml"
+    card = export(tmp_path / "out", "transitions", store, "--config", str(config))
+    assert (card["filters"]["min_grade"], card["splits"]["train"]["grades"]) == ("exact", {"exact": 3})
+
+
+@pytest.mark.slow
+def test_a_hub_gives_the_same_bytes_as_its_file(store: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.duckdb"
+    shutil.copy(store, copy)
+    with HubProcess(copy) as hub:
+        for form in ("transitions", "messages", "otlp"):
+            export(tmp_path / f"hub-{form}", form, hub.url)
+    for form in ("transitions", "messages", "otlp"):
+        export(tmp_path / form, form, str(copy))
+        for file in (tmp_path / form).iterdir():
+            assert (tmp_path / f"hub-{form}" / file.name).read_bytes() == file.read_bytes()
 
 
 def test_the_columns_of_transitions_are_documented() -> None:
@@ -179,7 +217,8 @@ def test_pairs_are_of_one_task(store: str, tmp_path: Path) -> None:
 def test_the_split_leaks_no_task_in_any_format(store: str, tmp_path: Path) -> None:
     export(tmp_path / "out", "trl-grpo", store, "--heldout", "0.5")
     sides = [
-        {row["task_id"] for row in lines(tmp_path / "out" / f"{side}.jsonl")} for side in ("train", "heldout")
+        {row["task_key"] for row in lines(tmp_path / "out" / f"{side}.jsonl")}
+        for side in ("train", "heldout")
     ]
     assert len(sides[0]) + len(sides[1]) == 3
     assert not sides[0] & sides[1]
@@ -193,7 +232,7 @@ def test_the_split_leaks_no_task_in_any_format(store: str, tmp_path: Path) -> No
 def test_verl_gets_parquet(store: str, tmp_path: Path) -> None:
     export(tmp_path / "out", "verl", store)
     rows = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
-    assert [row["extra_info"]["task_id"][:5] for row in rows] == ["promp", "task:", "task:"]
+    assert [row["extra_info"]["task_key"][:5] for row in rows] == ["promp", "task:", "task:"]
     assert rows[1]["prompt"] == [{"role": "user", "content": "question of task-0"}]
 
 
@@ -258,6 +297,6 @@ def test_a_copy_can_be_ingested_again(store: str, tmp_path: Path) -> None:
         card = export(tmp_path / form, form, store)
         with open_store(str(tmp_path / f"{form}.duckdb")) as again:
             report = ingest([tmp_path / form / name], again)
-        assert (report.new_spans, report.calls) == (8, 8)
-        assert card["splits"]["all"]["rows"] == 8 + report.logs
+        assert (report.new_spans, report.calls) == (12, 8)
+        assert card["splits"]["all"]["rows"] == 12 + report.logs
         assert card["secrets_found"] == {"api key": 1}

@@ -127,7 +127,7 @@ def trl_grpo_rows(rollouts: Iterable[Exported]) -> Iterator[Told | Refusal]:
         row = {
             "prompt": prompt,
             **_tools(first),
-            "task_id": key,
+            "task_key": key,
             "task": None if members[0].task is None else json.dumps(members[0].task, sort_keys=True),
             "rollouts": len(members),
             "mean_reward": sum(rewards) / len(rewards) if rewards else None,
@@ -161,7 +161,7 @@ def verl_rows(rollouts: Iterable[Exported]) -> Iterator[Told | Refusal]:
             "reward_model": {"style": "rule", "ground_truth": truth},
             "extra_info": {
                 "index": index,
-                "task_id": key,
+                "task_key": key,
                 "tools": json.dumps([dict(tool) for tool in first.tools], ensure_ascii=False),
                 "rollouts": len(members),
                 "mean_reward": sum(rewards) / len(rewards) if rewards else None,

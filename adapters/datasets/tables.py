@@ -74,7 +74,7 @@ VERL: Final = pa.schema(
             pa.struct(
                 [
                     pa.field("index", pa.int64()),
-                    pa.field("task_id", pa.string()),
+                    pa.field("task_key", pa.string()),
                     pa.field("tools", pa.string()),
                     pa.field("rollouts", pa.int64()),
                     pa.field("mean_reward", pa.float64()),

@@ -126,7 +126,7 @@ def test_trl_grpo_and_verl_have_a_row_a_task():
     other = Exported("other", "task:other", [chat("x", ("developer", "be brief"), ("user", "hello"))])
     asked = [dict(picnic.SYSTEM), dict(picnic.USER)]
     grpo, bare = rows("trl-grpo", PICNIC, again, other)
-    assert (grpo["prompt"], grpo["task_id"], grpo["task"]) == (asked, "task:picnic", '{"day": "Saturday"}')
+    assert (grpo["prompt"], grpo["task_key"], grpo["task"]) == (asked, "task:picnic", '{"day": "Saturday"}')
     assert (grpo["rollouts"], grpo["mean_reward"]) == (2, 0.5)
     assert (bare["mean_reward"], "tools" in bare) == (None, False)
     verl, second = rows("verl", PICNIC, again, other)
