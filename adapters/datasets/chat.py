@@ -35,13 +35,11 @@ def openai_message(message: Message, *, weight: int | None = None) -> Row:
     for key in _OPENAI_KEYS[role]:
         if (value := message.get(key)) is not None:
             found[key] = value
-    content = found.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        _check_parts(content, _OPENAI_PARTS)
-    if found.get("tool_calls"):
-        found["tool_calls"] = [_openai_call(call) for call in found["tool_calls"]]
-    elif role == "assistant":
-        found.pop("tool_calls", None)
+    if "content" in found and not isinstance(found["content"], str):
+        _check_parts(found["content"], _OPENAI_PARTS)
+    found.pop("tool_calls", None)
+    if role == "assistant" and (calls := tool_calls_of(message)):
+        found["tool_calls"] = [_openai_call(call) for call in calls]
     if role == "tool" and "tool_call_id" not in found:
         raise NoForm("a tool's result names no call")
     if role != "assistant" or not found.get("tool_calls"):
@@ -58,20 +56,14 @@ def template_message(message: Message) -> Row:
     for key in ("content", "name", "tool_call_id"):
         if message.get(key) is not None:
             told[key] = message[key]
-    told.setdefault("content", "")
+    if not isinstance(told.setdefault("content", ""), str):
+        _check_parts(told["content"], _OPENAI_PARTS)
     if message.get("reasoning"):
         told["reasoning_content"] = message["reasoning"]
     if message.get("refusal") and not told["content"]:
         told["content"] = message["refusal"]
-    if message.get("tool_calls"):
-        told["tool_calls"] = [
-            {
-                **({"id": call["id"]} if call.get("id") else {}),
-                "type": "function",
-                "function": {"name": name_of(call), "arguments": arguments_of(call)},
-            }
-            for call in message["tool_calls"]
-        ]
+    if calls := tool_calls_of(message):
+        told["tool_calls"] = [_template_call(call) for call in calls]
     return told
 
 
@@ -84,6 +76,14 @@ def text_of(message: Message) -> str:
         return str(message.get("refusal") or "")
     _check_parts(content, ("text",))
     return "".join(str(part["text"]) for part in content)
+
+
+def tool_calls_of(message: Message) -> list[Any]:
+    """The tool calls of a message."""
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise NoForm("tool calls are no list")
+    return list(calls)
 
 
 def name_of(call: Any) -> str:
@@ -108,6 +108,11 @@ def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
     return dict(parsed)
 
 
+def _template_call(call: Any) -> Row:
+    function = {"name": name_of(call), "arguments": arguments_of(call)}
+    return {**({"id": call["id"]} if call.get("id") else {}), "type": "function", "function": function}
+
+
 def _openai_call(call: Any) -> Row:
     name = name_of(call)
     if not isinstance(call.get("id"), str):
@@ -119,8 +124,9 @@ def _openai_call(call: Any) -> Row:
 
 
 def _check_parts(content: Any, kinds: Sequence[str]) -> None:
-    parts = content if isinstance(content, Sequence) else [content]
-    for part in parts:
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise NoForm(f"content is {type(content).__name__}")
+    for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind not in kinds or (kind == "text" and not isinstance(part.get("text"), str)):
             raise NoForm(f"a message has a part of type {kind!r:.40}")

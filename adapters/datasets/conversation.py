@@ -119,6 +119,12 @@ def _reply(call: ModelCall, reply: Message) -> _Reply:
     return _Reply(call, messages, running_keys(messages))
 
 
+def _with_function(call: Any, sampled: Any) -> Any:
+    if isinstance(call, Mapping) and isinstance(sampled, Mapping) and "function" in sampled:
+        return {**call, "function": sampled["function"]}
+    return call
+
+
 def _as_sampled(shown: Message, sampled: Message) -> Message:
     """A reply with the text of its arguments and its reasoning from the call that made it.
 
@@ -128,9 +134,6 @@ def _as_sampled(shown: Message, sampled: Message) -> Message:
     if "reasoning" in sampled:
         told["reasoning"] = sampled["reasoning"]
     calls, made = shown.get("tool_calls"), sampled.get("tool_calls")
-    if calls and made and len(calls) == len(made):
-        told["tool_calls"] = [
-            {**call, "function": own["function"]} if "function" in own else call
-            for call, own in zip(calls, made, strict=True)
-        ]
+    if isinstance(calls, list | tuple) and isinstance(made, list | tuple) and len(calls) == len(made):
+        told["tool_calls"] = [_with_function(call, own) for call, own in zip(calls, made, strict=True)]
     return told

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Final
 
-from spangrad.adapters.datasets.chat import NoForm, Row, arguments_of, name_of, text_of
+from spangrad.adapters.datasets.chat import NoForm, Row, arguments_of, name_of, text_of, tool_calls_of
 from spangrad.adapters.datasets.conversation import Conversation, Message
 
 RESULTS_SEPARATOR: Final = "\n</tool_response>\n<tool_response>\n"
@@ -64,7 +64,7 @@ def _turns(conversation: Conversation) -> Iterator[dict[str, str]]:
 
 def _reply(message: Message) -> dict[str, str]:
     thought = f"<think>\n{message['reasoning']}\n</think>\n\n" if message.get("reasoning") else ""
-    text, calls = text_of(message), message.get("tool_calls")
+    text, calls = text_of(message), tool_calls_of(message)
     if not calls:
         return {"from": "gpt", "value": thought + text}
     told = [{"name": name_of(call), "arguments": arguments_of(call)} for call in calls]

@@ -8,6 +8,8 @@ import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pyarrow import json as arrow_json  # type: ignore[import-untyped]
 
 from spangrad.adapters.calls import calls_from_spans
@@ -224,6 +226,29 @@ def test_arguments_that_are_no_object_go_where_they_may_stay_text(arguments):
     (row,) = rows("messages", rollout)
     assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == arguments
     assert len(refusals("trl-sft", rollout)) == len(refusals("sharegpt", rollout)) == 1
+
+
+keys = st.sampled_from(["type", "text", "function", "name", "arguments", "id"])
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
+    max_leaves=8,
+)
+names = st.sampled_from(["content", "tool_calls", "tool_call_id", "name", "refusal", "reasoning"])
+broken = st.dictionaries(names, junk, max_size=4)
+
+
+@settings(deadline=None)
+@given(role=st.sampled_from(["system", "user", "assistant", "tool"]), message=broken, reply=broken)
+def test_whatever_a_message_holds_it_is_told_or_refused(role, message, reply):
+    shown = [{"role": "user", "content": "hi"}, {**message, "role": role}]
+    replies = [Choice(reply, "stop"), Choice({"content": "x"}, "stop")]
+    rollouts = [
+        Exported(f"r{n}", "task:t", [chat("a", messages=shown, choices=[choice])], reward=n)
+        for n, choice in enumerate(replies)
+    ]
+    for form in FORMATS.values():
+        assert all(isinstance(one, Told | Refusal) for one in form.rows(rollouts))
 
 
 def test_trl_files_load_as_a_table(tmp_path):

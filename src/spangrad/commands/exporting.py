@@ -21,6 +21,7 @@ from spangrad.commands.options import (
     StoreOption,
     opened,
     require,
+    stop_on_sigterm,
 )
 from spangrad.commands.output import note, print_json, print_rows, progress_bar
 from spangrad.errors import ConfigError, EmptyBatchError, StoreError
@@ -155,7 +156,7 @@ def export(
         )
     asked = {"sql": sql, "rollout": list(rollout) if rollout else None, "run": run}
     scanner = Scanner()
-    with opened(store, key) as source, whole_folder(out, force=force) as folder:
+    with stop_on_sigterm(), opened(store, key) as source, whole_folder(out, force=force) as folder:
         wanted = _wanted(source, rollout, run, sql)
         if is_copy:
             ids = [one.rollout_id for one in wanted] if any(asked.values()) else None
