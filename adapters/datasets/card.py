@@ -133,7 +133,8 @@ class Card:
             total: Counter[str] = Counter()
             for side in self.sides.values():
                 total.update(getattr(side, name))
-            lines += [f"## {title}", "", *_table((name, "calls"), sorted(total.items()))]
+            if total:
+                lines += [f"## {title}", "", *_table((name, "calls"), sorted(total.items()))]
         lines += ["## Left out", "", f"{self.seen} rollouts were looked at.", ""]
         for name, title in _REFUSED.items():
             counts = _ordered(getattr(self.refused, name))
