@@ -4,6 +4,7 @@ Every dialect makes readings; merging and grading know only them. This module ho
 that value and how a span's attributes are looked up without trusting their types.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,3 +80,13 @@ def whole_number(attributes: Mapping[str, Any], name: str) -> int | None:
     """An integer attribute; None if it is absent or of another type."""
     value = attributes.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def parsed(value: Any) -> Any:
+    """What JSON text stands for; anything else, and text that is no JSON, as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value

@@ -17,12 +17,12 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Final
 
-from spangrad.adapters.reading import Reading
+from spangrad.adapters.comparing import plain_content, plain_tool_calls
+from spangrad.adapters.reading import Reading, parsed
 
 CANDIDATES: Final = 64
 """How many open calls with one key are looked through."""
@@ -262,7 +262,7 @@ def _request_of(reading: Reading) -> str | None:
 def _gist_of(reading: Reading) -> str | None:
     """What the user said last."""
     last = next((m for m in reversed(reading.messages) if m.get("role") == "user"), None)
-    return None if last is None else _digest([_text(last.get("content"))])
+    return None if last is None else _digest([plain_content(last.get("content"))])
 
 
 def _reply_of(reading: Reading) -> str | None:
@@ -283,31 +283,9 @@ def _digest(values: Iterable[Any]) -> str:
 def _plain(message: Mapping[str, Any]) -> list[Any]:
     """A message as every recorder tells it: results parsed, arguments parsed, ids and names left out."""
     role = message.get("role")
-    content = _text(message.get("content"))
-    calls = message.get("tool_calls")
+    content = plain_content(message.get("content"))
     return [
         "system" if role == "developer" else role,
-        _parsed(content) if role == "tool" else content,
-        [_tool_call(call) for call in calls] if isinstance(calls, list | tuple) else [],
+        parsed(content) if role == "tool" else content,
+        plain_tool_calls(message),
     ]
-
-
-def _text(content: Any) -> Any:
-    if isinstance(content, list | tuple):
-        texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-        if all(isinstance(text, str) for text in texts):
-            return "".join(str(text) for text in texts)
-    return content or ""
-
-
-def _tool_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        return call
-    return [function.get("name"), _parsed(function.get("arguments"))]
-
-
-def _parsed(value: Any) -> Any:
-    with suppress(ValueError, RecursionError):  # what can't be parsed is compared as it is
-        return json.loads(value) if isinstance(value, str) else value
-    return value

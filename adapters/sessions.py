@@ -15,12 +15,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 from typing import Any, Final
 
+from spangrad.adapters.comparing import plain_content, plain_tool_calls
 from spangrad.adapters.model_call import ModelCall
 from spangrad.store.base import Store
 
@@ -238,32 +238,13 @@ class _Joined:
 
 def message_key(message: Mapping[str, Any]) -> bytes:
     """A message as bytes that are equal for equal content, however a client wrote it down."""
-    calls = message.get("tool_calls")
     plain = {
         "role": message.get("role"),
-        "content": _text(message.get("content")),
-        "calls": [_tool_call(call) for call in calls] if isinstance(calls, Sequence) else [],
+        "content": plain_content(message.get("content")),
+        "calls": plain_tool_calls(message),
         "answers": message.get("tool_call_id"),
     }
     return json.dumps(plain, sort_keys=True, default=repr).encode("utf-8", "surrogatepass") + b"\n"
-
-
-def _text(content: Any) -> Any:
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-        if all(isinstance(text, str) for text in texts):
-            return "".join(str(text) for text in texts)
-    return content or ""
-
-
-def _tool_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        return call
-    arguments = function.get("arguments")
-    with suppress(ValueError, RecursionError):  # what can't be parsed is compared as it is
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return [function.get("name"), arguments]
 
 
 def _tool_call_ids(message: Mapping[str, Any]) -> list[str]:

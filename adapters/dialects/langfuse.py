@@ -20,7 +20,7 @@ from spangrad.adapters.dialects.dialect import Dialect, Names
 from spangrad.adapters.exchanges import read_exchange
 from spangrad.adapters.langchain import openai_messages
 from spangrad.adapters.model_call import Choice, Purpose
-from spangrad.adapters.reading import Reading, text
+from spangrad.adapters.reading import Reading, parsed, text
 from spangrad.errors import DialectError
 from spangrad.store.records import Span
 
@@ -112,13 +112,7 @@ def names(span: Span) -> Names:
 
 def metadata(attributes: Mapping[str, Any], key: str) -> Any:
     """An entry of the observation's metadata, which the SDK writes as JSON, even texts."""
-    value = attributes.get(METADATA + key)
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+    return parsed(attributes.get(METADATA + key))
 
 
 def usage_of(told: Any) -> dict[str, int]:

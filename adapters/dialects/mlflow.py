@@ -9,7 +9,6 @@ Invariants:
   there is no reply to trust.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -19,7 +18,7 @@ from spangrad.adapters.dialects.dialect import Dialect
 from spangrad.adapters.exchanges import assembled, read_exchange
 from spangrad.adapters.messages import ARGUMENTS_RESERIALISED
 from spangrad.adapters.model_call import Purpose
-from spangrad.adapters.reading import Reading
+from spangrad.adapters.reading import Reading, parsed
 from spangrad.store.records import Span
 
 DIALECT: Final = "mlflow"
@@ -59,7 +58,7 @@ def wrote(span: Span) -> bool:
 
 def is_call(span: Span) -> bool:
     """Whether the span is of a type that calls a model."""
-    kind = _once(span.attributes.get(SPAN_TYPE))
+    kind = parsed(span.attributes.get(SPAN_TYPE))
     return isinstance(kind, str) and kind in _CALLS
 
 
@@ -94,7 +93,7 @@ def read(span: Span) -> Reading:
 
 def with_parent(reading: Reading, parent: Span) -> Reading:
     """LangChain's finish reason and response id: they are on the message that the node above gave back."""
-    outputs = _once(parent.attributes.get(OUTPUTS))
+    outputs = parsed(parent.attributes.get(OUTPUTS))
     if len(reading.choices) != 1 or reading.choices[0].finish_reason is not None:
         return reading
     reply = reading.choices[0].message
@@ -160,7 +159,7 @@ def _chunks(span: Span) -> list[Mapping[str, Any]] | None:
     for event in span.events:
         number = event.name.removeprefix(CHUNK)
         if number != event.name and number.isascii() and number.isdigit():
-            value = _once(event.attributes.get(CHUNK_VALUE))
+            value = parsed(event.attributes.get(CHUNK_VALUE))
             if not isinstance(value, Mapping):
                 return None
             by_number[int(number)] = value
@@ -225,23 +224,13 @@ class _Told:
     def json(self, name: str) -> Any:
         """The value; what is said in the call's own attributes and is no JSON is a fault."""
         value = self.span.attributes.get(name)
-        decoded = _once(value)
+        decoded = parsed(value)
         if decoded is value and isinstance(value, str) and value[:1] in ("{", "[", '"'):
             fault = f"invalid JSON: {name} can't be parsed"
             if name in (INPUTS, OUTPUTS) and fault not in self.faults:
                 self.faults.append(fault)
             return None
         return decoded
-
-
-def _once(value: Any) -> Any:
-    """The value that JSON text stands for; other text as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
 
 
 def _text(value: Any) -> str | None:
