@@ -35,12 +35,13 @@ from spangrad.trainer.cluster import call, start_learner, start_ray
 from spangrad.trainer.config import TrainConfig, resolve
 from spangrad.trainer.evaluation import Evaluation, evaluate
 from spangrad.trainer.learning import checkpoint
-from spangrad.trainer.plugins import load_callable, load_tasks
+from spangrad.trainer.plugins import load_tasks
 from spangrad.trainer.resuming import claim_folder, continues, load_keys, repair, update_from_json
 from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, update_rollouts, worker_config
 from spangrad.trainer.rollouts.worker import WorkerReport
 from spangrad.trainer.serving.publish import prove, publish, served_logprobs, served_version
 from spangrad.trainer.serving.weight_files import check_model_folder
+from spangrad.user_code import load_callable
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spangrad.trainer.plugins import load_callable
+from spangrad.user_code import load_callable
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

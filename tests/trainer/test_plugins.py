@@ -3,7 +3,8 @@ import json
 import pytest
 
 from spangrad.errors import ConfigError
-from spangrad.trainer.plugins import is_async, load_callable, load_tasks
+from spangrad.trainer.plugins import load_tasks
+from spangrad.user_code import is_async, load_callable
 
 
 def test_a_function_is_loaded_from_a_file_with_its_neighbours(tmp_path):

@@ -39,9 +39,10 @@ from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.evaluation import values_of
 from spangrad.trainer.learning.learner_config import DTYPES, LearnerConfig, require
 from spangrad.trainer.learning.rendering import with_rendered_ids
-from spangrad.trainer.plugins import load_callable, load_tasks
+from spangrad.trainer.plugins import load_tasks
 from spangrad.trainer.policies.policy import conversation_of, make_policy
 from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, worker_config
+from spangrad.user_code import load_callable
 
 SCHEDULE = "cosine"
 """Of the learning rate while cloning: after the rise it falls to 0."""

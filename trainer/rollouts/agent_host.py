@@ -23,8 +23,8 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 import spangrad
-from spangrad.trainer.plugins import is_async, load_callable
 from spangrad.trainer.processes import die_with_parent
+from spangrad.user_code import is_async, load_callable
 
 FLUSH_TIMEOUT_S = 30.0
 

@@ -33,10 +33,10 @@ from spangrad.errors import LeaseLostError
 from spangrad.store import open_store
 from spangrad.store.base import Store
 from spangrad.store.records import Reward, Rollout, RolloutStatus
-from spangrad.trainer.plugins import load_callable
 from spangrad.trainer.rollouts.agent_process import AgentProcess, WorkerConfig
 from spangrad.trainer.rollouts.gateway_client import GatewayState, flush, wait_for_engine
 from spangrad.trainer.serving.publish import served_version
+from spangrad.user_code import load_callable
 
 logger = logging.getLogger(__name__)
 
