@@ -3,7 +3,16 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from spangrad.store.records import LogRecord, Policy, Reward, Rollout, RolloutStatus, Span, Update
+from spangrad.store.records import (
+    LogRecord,
+    Policy,
+    Reward,
+    RewardAuthor,
+    Rollout,
+    RolloutStatus,
+    Span,
+    Update,
+)
 
 
 class Store(Protocol):
@@ -73,6 +82,10 @@ class Store(Protocol):
 
     def put_rewards(self, rewards: Sequence[Reward]) -> int:
         """Store rewards; the author comes from the caller's key. Returns how many were stored."""
+        ...
+
+    def reward_author(self) -> RewardAuthor:
+        """Whose rewards those are that this store is given here: what the key says."""
         ...
 
     def rollouts(

@@ -16,7 +16,16 @@ import httpx
 from spangrad import errors
 from spangrad.errors import HubUnreachableError, SpangradError, StoreError
 from spangrad.store.encoding import decode_json, encode_json
-from spangrad.store.records import LogRecord, Policy, Reward, Rollout, RolloutStatus, Span, Update
+from spangrad.store.records import (
+    LogRecord,
+    Policy,
+    Reward,
+    RewardAuthor,
+    Rollout,
+    RolloutStatus,
+    Span,
+    Update,
+)
 from spangrad.store.wire import (
     LOGS_TYPE,
     SPANS_TYPE,
@@ -137,6 +146,10 @@ class HubClient:
     def put_rewards(self, rewards: Sequence[Reward]) -> int:
         """Store rewards; the author comes from the caller's key. Returns how many were stored."""
         return int(self._call("put_rewards", {"rewards": [record_to_wire(reward) for reward in rewards]}))
+
+    def reward_author(self) -> RewardAuthor:
+        """Whose rewards those are that this store is given here: what the key says."""
+        return RewardAuthor(self._call("reward_author", {}))
 
     def rollouts(
         self,

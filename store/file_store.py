@@ -278,6 +278,10 @@ class FileStore:
         with self._database.transaction() as con:
             return put_rewards(con, rewards, author)
 
+    def reward_author(self) -> RewardAuthor:
+        """Whose rewards those are that this store is given here: whoever holds the file is the operator."""
+        return RewardAuthor.OPERATOR
+
     def rewards(self, rollout_ids: Sequence[str] | None = None) -> list[Reward]:
         """Rewards of these rollouts (all without), in order of time."""
         with self._database.snapshot() as con:

@@ -57,6 +57,10 @@ def _put_rewards(store: FileStore, arguments: Arguments, role: Role) -> int:
     return store.put_rewards(records_from_wire(Reward, arguments.get("rewards")), author=AUTHORS[role])
 
 
+def _reward_author(store: FileStore, arguments: Arguments, role: Role) -> str:
+    return str(AUTHORS[role])
+
+
 def _rollouts(store: FileStore, arguments: Arguments, role: Role) -> list[dict[str, Any]]:
     return [record_to_wire(rollout) for rollout in store.rollouts(**_with_status(arguments))]
 
@@ -136,6 +140,7 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     "query": Operation(Role.EVALUATOR, _query),
     "related_call_keys": Operation(Role.EVALUATOR, _related_call_keys),
     "requeue": Operation(Role.TRAINER, _requeue),
+    "reward_author": Operation(Role.EVALUATOR, _reward_author),
     "rewards": Operation(Role.EVALUATOR, _rewards),
     "rollouts": Operation(Role.EVALUATOR, _rollouts),
     "stats": Operation(Role.EVALUATOR, _stats),

@@ -63,6 +63,7 @@ def test_an_agent_can_send_spans_and_nothing_else(locked_hub: HubProcess, keys: 
             lambda: agent.enqueue([Rollout("b")]),
             lambda: agent.rollouts(),
             lambda: agent.rewards(),
+            lambda: agent.reward_author(),
             lambda: list(agent.spans()),
             lambda: agent.query("SELECT 1"),
             lambda: agent.query("INSERT INTO rewards VALUES ('x','a',0,NULL,'reward',1,'evaluator',NULL,0)"),
@@ -84,6 +85,8 @@ def test_an_agent_can_send_spans_and_nothing_else(locked_hub: HubProcess, keys: 
         assert trainer.put_rewards([Reward("a", 0.5, author=RewardAuthor.AGENT)]) == 1
         authors = {reward.value: reward.author for reward in evaluator.rewards(["a"])}
         assert authors == {1.0: RewardAuthor.AGENT, 0.25: RewardAuthor.EVALUATOR, 0.5: RewardAuthor.OPERATOR}
+        assert evaluator.reward_author() is RewardAuthor.EVALUATOR
+        assert trainer.reward_author() is RewardAuthor.OPERATOR
         with pytest.raises(StoreError, match="only reading"):
             evaluator.query("DELETE FROM rewards")
         evaluator.finish("a", 0)
