@@ -25,8 +25,8 @@ MANY_ROLLOUTS: Final = "several rollouts in the trace"
 
 _SPANS: Final = "spans s LEFT JOIN sessions n ON n.trace_id = s.trace_id"
 
-_Place = tuple[str, int | None, str | None]
-"""(rollout id, attempt, call id)."""
+Place = tuple[str, int | None, str | None]
+"""Where a reward belongs: (rollout id, attempt, call id)."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ def put_scores(store: Store, scores: Iterable[Score]) -> ScoreReport:
 
 
 def _put(store: Store, scores: Sequence[Score], report: ScoreReport) -> int:
-    places = _places(store, scores)
+    places = places_of(store, [(score.trace_id, score.span_id) for score in scores])
     rewards: list[Reward] = []
     for score in scores:
         place = places.get((score.trace_id, score.span_id))
@@ -75,9 +75,11 @@ def _put(store: Store, scores: Sequence[Score], report: ScoreReport) -> int:
     return store.put_rewards(rewards) if rewards else 0
 
 
-def _places(store: Store, scores: Sequence[Score]) -> dict[tuple[str, str | None], _Place | str]:
-    """Where scores belong, or why nowhere."""
-    traces = sorted({score.trace_id for score in scores})
+def places_of(
+    store: Store, wanted: Sequence[tuple[str, str | None]]
+) -> dict[tuple[str, str | None], Place | str]:
+    """Where rewards of (trace id, span id or None) belong, or why nowhere; unknown traces are left out."""
+    traces = sorted({trace_id for trace_id, _ in wanted})
     owners: dict[str, set[tuple[str, int | None]]] = {}
     sql = (
         "SELECT DISTINCT s.trace_id, coalesce(s.rollout_id, n.rollout_id) AS rollout_id, s.attempt "
@@ -87,14 +89,12 @@ def _places(store: Store, scores: Sequence[Score]) -> dict[tuple[str, str | None
         owner = owners.setdefault(row["trace_id"], set())
         if row["rollout_id"] is not None:
             owner.add((row["rollout_id"], row["attempt"]))
-    places: dict[tuple[str, str | None], _Place | str] = {}
+    places: dict[tuple[str, str | None], Place | str] = {}
     for trace_id, found in owners.items():
         rollout_id, attempt = next(iter(found), (trace_id, None))
         places[trace_id, None] = MANY_ROLLOUTS if len(found) > 1 else (rollout_id, attempt, None)
-    places |= {(score.trace_id, score.span_id): NO_SPAN for score in scores if score.span_id is not None}
-    for row in _spans(
-        store, traces, sorted({score.span_id for score in scores if score.span_id is not None})
-    ):
+    places |= {(trace_id, span_id): NO_SPAN for trace_id, span_id in wanted if span_id is not None}
+    for row in _spans(store, traces, sorted({span_id for _, span_id in wanted if span_id is not None})):
         trace_id, span_id = row["trace_id"], row["span_id"]
         is_whole = row["parent_span_id"] is None and not row["is_call"]
         rollout_id = row["rollout_id"] or trace_id
