@@ -23,6 +23,7 @@ from tests.waiting import wait_until
 COMMANDS = (
     "run",
     "ingest",
+    "score",
     "rollouts",
     "calls",
     "transitions",

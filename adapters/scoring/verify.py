@@ -102,9 +102,13 @@ def verify(
     rollouts: Sequence[Rollout],
     asked: Verification,
     report: VerificationReport,
+    *,
     progress: Progress | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> None:
     """Judge rollouts and store their rewards; `report` counts as it goes, also of what is interrupted.
+
+    Ends between two verdicts when `is_stopped` says so.
 
     Raises:
         ConfigError: The verifier can't be loaded.
@@ -117,7 +121,7 @@ def verify(
     report.not_succeeded += len(rollouts) - len(ended)
     due = ended if asked.again else list(_unscored(store, ended, asked, author))
     report.already_scored += len(ended) - len(due)
-    if not due:
+    if not due or is_stopped():
         return
     given = verdicts(
         stored_rollouts(store, due),
@@ -143,6 +147,8 @@ def verify(
                     written = time.monotonic()
                 if progress is not None:
                     progress(done, len(due))
+                if is_stopped():
+                    return
         finally:
             _write(store, unwritten, report)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 
 import typer
 
-from spangrad.commands import exporting, listing, questions, recording, services, training
+from spangrad.commands import exporting, listing, questions, recording, scoring, services, training
 from spangrad.errors import SpangradError
 
 _ABOUT: Final = """Turn the spans that an agent already emits into gradients for the model behind it.
@@ -46,6 +46,9 @@ app.command(
 app.command("ingest", rich_help_panel=RECORD, epilog="Example: spangrad ingest traces.jsonl")(
     recording.ingest
 )
+app.command(
+    "score", rich_help_panel=RECORD, epilog="Example: spangrad score --with checks.py:is_right --workers 4"
+)(scoring.score)
 app.command("rollouts", rich_help_panel=LOOK, epilog="Example: spangrad rollouts --json --limit 0")(
     listing.rollouts
 )

@@ -16,9 +16,10 @@ from spangrad.adapters.datasets.otlp import write_copy
 from spangrad.adapters.datasets.scanning import Scanner
 from spangrad.adapters.datasets.selecting import Filters, Refused, Selection, select
 from spangrad.adapters.datasets.tables import columns
+from spangrad.commands.filters import rollouts_named_by
 from spangrad.commands.output import progress_bar
 from spangrad.commands.transition_files import Credit, TransitionWriter, outcomes_by
-from spangrad.errors import EmptyBatchError, StoreError
+from spangrad.errors import EmptyBatchError
 from spangrad.store.base import Store
 from spangrad.store.records import Rollout
 
@@ -31,7 +32,6 @@ READERS: Final[Mapping[str, str]] = {
     "otlp-proto": "any OpenTelemetry backend: OTLP, protobuf with lengths",
     **{name: form.reader for name, form in FORMATS.items()},
 }
-ROWS_OF_SQL: Final = 10_000
 _STRAYS_SQL: Final = """
 SELECT count(*) AS traces FROM (SELECT trace_id FROM spans GROUP BY trace_id HAVING count(rollout_id) = 0)
 WHERE trace_id NOT IN (SELECT trace_id FROM sessions)
@@ -127,28 +127,10 @@ def _write(
 def _wanted(store: Store, order: Order) -> list[Rollout]:
     ids = None if order.rollouts is None else list(order.rollouts)
     if order.sql is not None:
-        named = _ids_by_sql(store, order.sql)
-        ids = named if ids is None else sorted(set(ids).intersection(named))
+        named = rollouts_named_by(store, order.sql)
+        ids = sorted(named if ids is None else named.intersection(ids))
     found = store.rollouts(rollout_ids=ids, run_id=order.run)
     return sorted(found, key=lambda one: one.rollout_id)
-
-
-def _ids_by_sql(store: Store, sql: str) -> list[str]:
-    """Rollout ids of a SELECT, some thousand at a time: a query returns no more."""
-    inner = sql.strip().rstrip(";")
-    page = (
-        f"SELECT DISTINCT rollout_id::VARCHAR AS rollout_id FROM (\n{inner}\n)"
-        f" WHERE rollout_id > $last ORDER BY 1 LIMIT {ROWS_OF_SQL}"
-    )
-    ids: list[str] = []
-    while True:
-        try:
-            rows = store.query(page, {"last": ids[-1] if ids else ""})
-        except StoreError as error:
-            raise StoreError(f"--sql needs a SELECT with a column rollout_id: {error}") from error
-        ids += [str(row["rollout_id"]) for row in rows]
-        if len(rows) < ROWS_OF_SQL:
-            return ids
 
 
 def _told(order: Order) -> dict[str, Any]:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _SHOWN: Final = 12
 """Known names that an error lists at most."""
+_IDS_AT_ONCE: Final = 10_000
+"""Rows that a query returns at most."""
 _TRAINED: Final = "train"
 _CLONED: Final = "expert"
 _MEASURED: Final = "eval"
@@ -58,6 +60,29 @@ def rollouts_that_fit(
     asked += [f"{option} {value}" for option, value in (("--run", run), ("--split", split)) if value]
     note(f"no rollout in {target!r} fits {' and '.join(asked)}" if asked else _no_rollouts(store, target))
     return []
+
+
+def rollouts_named_by(store: "Store", sql: str) -> set[str]:
+    """Ids in the column rollout_id of a SELECT, some thousand at a time: a query returns no more.
+
+    Raises:
+        StoreError: It is no SELECT, or has no such column.
+    """
+    page = (
+        f"SELECT DISTINCT rollout_id::VARCHAR AS rollout_id FROM (\n{sql.strip().rstrip(';')}\n)"
+        f" WHERE rollout_id > $last ORDER BY 1 LIMIT {_IDS_AT_ONCE}"
+    )
+    found: set[str] = set()
+    last = ""
+    while True:
+        try:
+            rows = store.query(page, {"last": last})
+        except StoreError as error:
+            raise StoreError(f"--sql needs a SELECT with a column rollout_id: {error}") from error
+        found.update(str(row["rollout_id"]) for row in rows)
+        if len(rows) < _IDS_AT_ONCE:
+            return found
+        last = str(rows[-1]["rollout_id"])
 
 
 def check_authors(authors: Sequence[str]) -> None:

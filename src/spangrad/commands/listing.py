@@ -282,7 +282,8 @@ def _tell_refused(batches: "Sequence[CreditedBatch]", ids: Collection[str], rend
         note(f"not trained, {sum(count for _, count in others)}x: {len(others)} other reasons")
     if refused and all(one.reason == MISSING_REWARD for one in refused):
         note(
-            "--clone needs no rewards: `spangrad transitions --clone` shows what behaviour cloning trains on"
+            "--clone needs no rewards: `spangrad transitions --clone` shows what behaviour cloning trains on;"
+            " `spangrad score` gives rewards"
         )
     names = {one.call_id for one in refused}
     read = [call for batch in batches for call in batch.calls if call.call_id in names]

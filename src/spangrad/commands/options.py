@@ -5,7 +5,7 @@ Importing this module loads nothing heavy; the functions do, when a command call
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import util
 from pathlib import Path
@@ -56,14 +56,17 @@ def is_hub(target: str) -> bool:
 
 
 @contextmanager
-def opened(target: str, key: str | None, *, to_write: bool = False) -> "Iterator[Store]":
+def opened(
+    target: str, key: str | None, *, to_write: bool = False, must_exist: bool = False
+) -> "Iterator[Store]":
     """Open a store for one command, unless `to_write` beside others that read it.
 
     Raises:
         StoreError: There is no such store (a command that only reads makes none), or it can't be opened.
     """
     path = Path(target)
-    if not to_write and not is_hub(target) and not path.exists() and not Path(f"{target}.spool").exists():
+    makes = to_write and not must_exist
+    if not makes and not is_hub(target) and not path.exists() and not Path(f"{target}.spool").exists():
         raise StoreError(
             f"there is no store at {target!r}; record one with `spangrad run -- python my_agent.py`,"
             " or name another with --store"
@@ -118,3 +121,24 @@ def stop_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C or SIGTERM has come, for work that ends between two steps; a second one interrupts.
+
+    A step is not cut: DuckDB gives up a commit that a signal interrupts, with an error of its own.
+    """
+    came: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if len(came) > 1:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(came)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
