@@ -219,7 +219,9 @@ def _advantages(arrays: _Arrays, config: CreditConfig, is_informative_S: NDArray
             )
             for step_weight in (config.step_weight, 0.0)
         )
-        return np.where(is_informative_S, with_steps_S, without_S)
+        counts_N = pool_statistics(arrays.returns_N, arrays.group_ids_N, ddof=0).count_X
+        is_lone_S = counts_N[arrays.rollout_index_S] == 1
+        return np.where(is_informative_S, with_steps_S, np.where(is_lone_S, without_S, 0.0))
     episode_S = _episode(arrays, config)[arrays.rollout_index_S]
     if config.step == "none":
         return episode_S

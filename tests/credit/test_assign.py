@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spangrad.credit.assign import CreditConfig, assign
@@ -227,6 +227,7 @@ credits = st.sampled_from(
 )
 
 
+@example([["", "a"]], 0.3, {"step": "gigpo_as_published"}, 0.0, False, 0)
 @given(
     anchors_of_groups,
     st.sampled_from([0.0, 0.3, 1.0, -2.5]),

@@ -22,4 +22,5 @@ def test_calls_with_the_hub_down_cost_no_memory_and_no_more_disk_than_allowed(tm
     assert found["lost"] > 0  # the spool was full, so the rest ran with it full
     assert found["lost_in_queue"] == 0
     assert found["spool_mb"] <= found["bound_mb"]
-    assert found["rss_mb"][-1] - found["rss_mb"][1] < 4, found["rss_mb"]
+    # 5,000 calls held would be 100 MB; the allocator takes steps of 4 to 8, now and then.
+    assert found["rss_mb"][-1] - found["rss_mb"][1] < 12, found["rss_mb"]
