@@ -133,7 +133,8 @@ def _first_starts(
 def _record(con: duckdb.DuckDBPyConnection, rollout_ids: Sequence[str]) -> None:
     """Make the rollouts known; the last root span says whether the agent failed."""
     told = con.execute(
-        "SELECT n.rollout_id, min(s.start_ns), max(s.end_ns), "
+        "SELECT n.rollout_id, least(min(s.start_ns), 9223372036854775807)::BIGINT, "
+        "least(max(s.end_ns), 9223372036854775807)::BIGINT, "  # a clock may say anything
         "arg_max(s.status_code, s.end_ns) FILTER (s.parent_span_id IS NULL), "
         "arg_max(s.status_message, s.end_ns) FILTER (s.parent_span_id IS NULL) "
         "FROM spans s JOIN sessions n USING (trace_id) WHERE s.rollout_id IS NULL "

@@ -86,3 +86,16 @@ def test_a_rollout_that_a_span_names_is_left_alone(store, tmp_path):
     assert ingest([named], store).joined_by == {}
     assert [rollout.rollout_id for rollout in store.rollouts()] == ["mine"]
     assert store.query("SELECT count(*) AS n FROM sessions") == [{"n": 0}]
+
+
+def test_a_clock_that_says_anything_keeps_no_rollout_from_being_known(store, tmp_path):
+    text = MULTI_TURN.read_text()
+    first = json.loads(text.splitlines()[0])["resourceSpans"][0]["scopeSpans"][0]["spans"][0]
+    end = first["endTimeUnixNano"]
+    skewed = tmp_path / "skewed.jsonl"
+    skewed.write_text(text.replace(f'"{end}"', f'"{2**64 - 1}"'))
+    ingest([skewed], store)
+    assert {rollout.rollout_id for rollout in store.rollouts()} == {
+        call.rollout_id for call in calls_of(store)
+    }
+    assert max(rollout.ended_ns for rollout in store.rollouts()) == 2**63 - 1
