@@ -142,7 +142,7 @@ def test_ingest_names_what_it_can_not_read(tmp_path: Path) -> None:
     scope.spans[0].attributes.extend(kept)
     (tmp_path / "traces.pb").write_bytes(request.SerializeToString())
     done = spangrad("ingest", "traces.pb", "--store", "new.duckdb", cwd=tmp_path)
-    assert done.returncode == 0
+    assert done.returncode == 1
     assert "scope\tacme.tracing\t1" in done.stdout
     (line,) = done.stderr.splitlines()
     assert "no model call could be read from 1 spans" in line

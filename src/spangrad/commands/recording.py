@@ -76,7 +76,8 @@ def ingest(
     the traces that go on from it.
 
     Every model call gets a grade (exact, ids, text, unusable) and the
-    reasons why it is not better. Reading a file twice stores it once.
+    reasons why it is not better. Reading a file twice stores it once. Exit
+    code 1: nothing was usable, no call, log record or score.
     """
     from spangrad.adapters.ingest import ingest as ingest_files
 
@@ -95,6 +96,8 @@ def ingest(
         _print_report(found)
     if not found.calls:
         _tell_no_calls(found)
+    if not (found.calls or found.embeddings or found.logs or found.scores):
+        raise typer.Exit(1)  # nothing was usable
 
 
 def _print_report(found: "IngestReport") -> None:
