@@ -67,7 +67,13 @@ class Database:
         try:
             if not read_only:
                 _remove_empty(self.path)
-            self._con = _connect(self.path, read_only)
+            is_new = not self.path.exists()
+            try:
+                self._con = _connect(self.path, read_only)
+            except StoreFullError:
+                if is_new:  # less than a database: nobody could open it ever after
+                    self.path.unlink(missing_ok=True)
+                raise
         except BaseException:
             _unregister(self.path)
             raise

@@ -333,3 +333,23 @@ def submitted(writer: GroupWriter, spans: Sequence[Span]) -> Any:
     job = writer.submit(spans, 1)
     assert job is not None
     return job
+
+
+FULL_AT_ONCE = """
+import resource, sys
+from spangrad.errors import StoreFullError
+from spangrad.store.file_store import FileStore
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+try:
+    FileStore(sys.argv[1])
+except StoreFullError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_is_full_when_a_store_is_made_leaves_no_half_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "s.duckdb"
+    done = subprocess.run([sys.executable, "-c", FULL_AT_ONCE, str(path)], capture_output=True, text=True)
+    assert "no space left" in done.stdout, done.stderr
+    assert not path.exists()
+    FileStore(path).close()
