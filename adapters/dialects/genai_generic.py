@@ -6,7 +6,6 @@ OpenAI's chat form in `gen_ai.input.messages` and `gen_ai.output.messages`, or i
 it is not known, so that nothing is guessed: other forms are a fault.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -16,7 +15,7 @@ from spangrad.adapters.dialects.dialect import Dialect
 from spangrad.adapters.dialects.openai_chat import chat_message
 from spangrad.adapters.dialects.otel_genai import is_call, read_as
 from spangrad.adapters.model_call import Choice
-from spangrad.adapters.reading import Reading
+from spangrad.adapters.reading import Reading, parsed
 from spangrad.adapters.scrubbing import scrubbed
 from spangrad.errors import DialectError
 from spangrad.store.records import Span
@@ -85,10 +84,7 @@ def _told(span: Span) -> Mapping[str, Any]:
 
 def _is_chat(value: Any) -> bool:
     """Whether it is a list of messages with content and no parts."""
-    try:
-        messages = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        return False
+    messages = parsed(value)
     return isinstance(messages, list) and bool(messages) and all(map(_is_chat_message, messages))
 
 

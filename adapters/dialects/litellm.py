@@ -9,7 +9,6 @@ reply are in `gen_ai.completion.K.function_call.*` without ids, where K numbers 
 """
 
 import ast
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -20,7 +19,7 @@ from spangrad.adapters.dialects.otel_genai import CALL_OPERATIONS, read_as
 from spangrad.adapters.exchanges import read_exchange
 from spangrad.adapters.messages import REASONING_HIDDEN
 from spangrad.adapters.model_call import Purpose
-from spangrad.adapters.reading import Reading, text
+from spangrad.adapters.reading import Reading, parsed, text
 from spangrad.store.records import Span
 from spangrad.tracer import conventions as c
 from spangrad.tracer.wire.messages import content_part
@@ -226,12 +225,7 @@ def _tools(attributes: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _decoded(key: str, value: Any) -> Any:
-    if key != "parameters" or not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+    return parsed(value) if key == "parameters" else value
 
 
 def _hidden_reasoning(span: Span, reading: Reading) -> Sequence[str]:

@@ -6,7 +6,6 @@ first, so that a long conversation loses its beginning: such a call is unusable,
 where the exporter does not tell how many were dropped.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from spangrad.adapters.dialects.otel_genai import is_call as is_conventions_call
 from spangrad.adapters.dialects.otel_genai import read_as
 from spangrad.adapters.messages import NO_CHAT_FORM
 from spangrad.adapters.model_call import Choice, Purpose
-from spangrad.adapters.reading import Reading, text, whole_number
+from spangrad.adapters.reading import Reading, parsed, text, whole_number
 from spangrad.adapters.scrubbing import scrubbed
 from spangrad.errors import DialectError
 from spangrad.store.records import Span
@@ -178,9 +177,8 @@ def _content(value: Any, role: str) -> Any:
     """A list of parts was written as JSON; a tool's result that looks like one is its text."""
     if role not in ("user", "system") or not isinstance(value, str) or not value.startswith("[{"):
         return value
-    try:
-        parts = json.loads(value)
-    except (ValueError, RecursionError):
+    parts = parsed(value)
+    if parts is value:
         return value
     known = ("text", "image_url", "input_audio", "file")
     is_content = all(isinstance(part, dict) and part.get("type") in known for part in parts)

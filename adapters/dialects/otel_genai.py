@@ -18,7 +18,7 @@ from spangrad.adapters.dialects.decoding import Decoder, finish_reason
 from spangrad.adapters.dialects.dialect import Dialect
 from spangrad.adapters.messages import chat_messages, chat_tools, system_messages
 from spangrad.adapters.model_call import Choice, Purpose
-from spangrad.adapters.reading import Reading, text, whole_number
+from spangrad.adapters.reading import Reading, parsed, text, whole_number
 from spangrad.adapters.scrubbing import scrubbed
 from spangrad.store.records import Span
 from spangrad.tracer import conventions as c
@@ -129,11 +129,7 @@ def read_as(dialect: str, span: Span) -> Reading:
 def _has_messages(span: Span) -> bool:
     """Whether the span has messages as the conventions 1.37 have them; others know the name, not the form."""
     for name in (c.INPUT_MESSAGES, c.OUTPUT_MESSAGES):
-        value = span.attributes.get(name)
-        try:
-            messages = json.loads(value) if isinstance(value, str) else value
-        except (ValueError, RecursionError):
-            continue
+        messages = parsed(span.attributes.get(name))
         if isinstance(messages, list) and messages and all(map(_is_message, messages)):
             return True
     return False

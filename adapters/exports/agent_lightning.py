@@ -21,6 +21,7 @@ from spangrad.adapters.exports.making import (
     trace_id_of,
 )
 from spangrad.adapters.exports.score import Score
+from spangrad.adapters.reading import parsed
 from spangrad.store.records import Span, SpanEvent
 from spangrad.tracer import conventions as c
 
@@ -179,10 +180,7 @@ def _span_scores(row: Mapping[str, Any]) -> Iterator[Score]:
 
 
 def _old_reward(output: Any) -> Any:
-    try:
-        told = json.loads(output) if isinstance(output, str) else output
-    except (ValueError, RecursionError):
-        return None
+    told = parsed(output)
     return told.get("value") if isinstance(told, Mapping) and told.get("type") == "reward" else None
 
 

@@ -11,11 +11,13 @@ Invariants:
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
-from hashlib import blake2b
 from typing import Any, Final
+
+from spangrad.adapters.exports import ids
+from spangrad.adapters.reading import parsed
 
 TRACE_ID_DIGITS: Final = 32
 SPAN_ID_DIGITS: Final = 16
@@ -28,11 +30,9 @@ _INT64: Final = 2**63
 def otel_id(told: str, digits: int) -> str:
     """An id with so many hex digits: the vendor's, if it has this form, else its BLAKE2 hash."""
     plain = told.lower()
-    if len(plain) == digits + 4 and _UUID.fullmatch(plain):
-        plain = plain.replace("-", "")
-    if len(plain) == digits and re.fullmatch(r"[0-9a-f]+", plain) and plain.strip("0"):
-        return plain
-    return blake2b(told.encode("utf-8", "surrogatepass"), digest_size=digits // 2).hexdigest()
+    if len(plain) == digits + 4 and _UUID.fullmatch(plain) and plain.strip("0-"):
+        return plain.replace("-", "")
+    return ids.trace_id(told) if digits == TRACE_ID_DIGITS else ids.span_id(told)
 
 
 def nanoseconds(told: Any) -> int | None:
@@ -65,14 +65,20 @@ def text(value: Any) -> str | None:
 
 def mapping(value: Any) -> Mapping[str, Any]:
     """An object: JSON, text of JSON, or the pairs of a map of Parquet's; an empty one for anything else."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return {}
+    value = parsed(value)
     if isinstance(value, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
         value = {str(key): inner for key, inner in value}
     return value if isinstance(value, Mapping) else {}
+
+
+def listed(value: Any) -> Sequence[Any]:
+    """A list; an empty one for anything else."""
+    return value if isinstance(value, list) else ()
+
+
+def plain_mapping(value: Any) -> dict[str, Any]:
+    """An object; an empty one for anything else, text of JSON too."""
+    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def attributes_of(row: Mapping[str, Any], prefix: str, places: Mapping[str, str]) -> dict[str, Any]:

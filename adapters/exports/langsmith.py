@@ -8,7 +8,6 @@ Invariants:
   began in the same millisecond may have, too.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -28,6 +27,7 @@ from spangrad.adapters.exports.columns import (
     to_json,
 )
 from spangrad.adapters.exports.score import Score
+from spangrad.adapters.reading import parsed
 from spangrad.store.records import Span, SpanEvent
 from spangrad.tracer import conventions as c
 
@@ -134,12 +134,7 @@ def _attributes(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _events(row: Mapping[str, Any]) -> Iterator[SpanEvent]:
-    told = row.get("events")
-    if isinstance(told, str):
-        try:
-            told = json.loads(told)
-        except (ValueError, RecursionError):
-            return
+    told = parsed(row.get("events"))
     for event in told if isinstance(told, list) else ():
         if isinstance(event, Mapping) and isinstance(event.get("name"), str):
             yield SpanEvent(_utf8(event["name"]), nanoseconds(event.get("time")) or 0)

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Any, Final
 
+from spangrad.adapters.reading import parsed
 from spangrad.store.records import Span
 from spangrad.tracer import conventions as c
 from spangrad.tracer.wire.anthropic import messages_request, messages_response
@@ -77,12 +78,7 @@ def session_of(row: Mapping[str, Any]) -> str | None:
 
 def decoded(value: Any) -> Any:
     """A JSON object or list that was written as text; anything else as it is."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
+    return parsed(value) if isinstance(value, str) and value.lstrip()[:1] in ("{", "[") else value
 
 
 def call_attributes(request: Any, response: Any) -> tuple[dict[str, Any], str | None]:

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from spangrad.adapters.dialects.mlflow import SESSION
 from spangrad.adapters.exports import ids
+from spangrad.adapters.exports.columns import listed, plain_mapping, text
 from spangrad.adapters.exports.score import Score
 from spangrad.store.records import Span, SpanEvent
 
@@ -58,23 +59,23 @@ def spans_of(row: Mapping[str, Any]) -> Iterator[Span]:
 def scores_of(row: Mapping[str, Any]) -> Iterator[Score]:
     """The assessments of a trace that judge: no expected answers, none that was replaced."""
     parts = _parts(row)
-    for told in _listed(parts[0].get("assessments")) if parts else ():
+    for told in listed(parts[0].get("assessments")) if parts else ():
         if not isinstance(told, Mapping) or told.get("valid") is False:
             continue
         feedback = told.get("feedback")
         value = feedback.get("value") if isinstance(feedback, Mapping) else None
         if value is None:
             continue
-        source = _mapping(told.get("source"))
-        span = _text(told.get("span_id"))
+        source = plain_mapping(told.get("source"))
+        span = text(told.get("span_id"))
         yield Score(
-            trace_id=_trace_id(_text(told.get("trace_id")) or _row_id(parts[0] if parts else {}) or ""),
+            trace_id=_trace_id(text(told.get("trace_id")) or _row_id(parts[0] if parts else {}) or ""),
             span_id=_span_id(span) if span else None,
             name=str(told.get("assessment_name") or told.get("name") or "feedback"),
             value=float(value) if isinstance(value, (bool, int, float)) else None,
             label=_label(value),
-            explanation=_text(told.get("rationale")),
-            author=_text(source.get("source_id")),
+            explanation=text(told.get("rationale")),
+            author=text(source.get("source_id")),
             time_ns=_time(told.get("last_update_time") or told.get("create_time")),
             source=" ".join(("mlflow", str(source.get("source_type") or ""))).strip(),
         )
@@ -108,21 +109,21 @@ def _spans(told: Sequence[Any]) -> list[Mapping[str, Any]]:
 
 
 def _span(told: Mapping[str, Any], info: Mapping[str, Any], extra: Mapping[str, Any]) -> Span:
-    context = _mapping(told.get("context"))
-    named = _text(told.get("trace_id") or context.get("trace_id")) or _row_id(info) or ""
-    own = _text(told.get("span_id") or context.get("span_id")) or ""
+    context = plain_mapping(told.get("context"))
+    named = text(told.get("trace_id") or context.get("trace_id")) or _row_id(info) or ""
+    own = text(told.get("span_id") or context.get("span_id")) or ""
     status = told.get("status")
     code = status.get("code") if isinstance(status, Mapping) else told.get("status_code")
     message = status.get("message") if isinstance(status, Mapping) else told.get("status_message")
     rest = {key: value for key, value in told.items() if key not in _PLACED}
     kept = {
-        **_mapping(told.get("attributes")),
+        **plain_mapping(told.get("attributes")),
         **extra,
         **({REST: json.dumps(rest, ensure_ascii=False, default=str)} if rest else {}),
     }
-    for name, text, found in (("trace_id", named, _trace_id(named)), ("span_id", own, _span_id(own))):
-        if _decoded(text) != found:
-            kept[f"mlflow.export.{name}"] = text
+    for name, said, found in (("trace_id", named, _trace_id(named)), ("span_id", own, _span_id(own))):
+        if _decoded(said) != found:
+            kept[f"mlflow.export.{name}"] = said
     parent = _parent(told)
     return Span(
         trace_id=_trace_id(named),
@@ -136,8 +137,8 @@ def _span(told: Mapping[str, Any], info: Mapping[str, Any], extra: Mapping[str, 
         status_message=str(message or ""),
         scope=SCOPE,
         attributes=kept,
-        events=tuple(_event(event) for event in _listed(told.get("events")) if isinstance(event, Mapping)),
-        links=tuple(_link(link) for link in _listed(told.get("links")) if isinstance(link, Mapping)),
+        events=tuple(_event(event) for event in listed(told.get("events")) if isinstance(event, Mapping)),
+        links=tuple(_link(link) for link in listed(told.get("links")) if isinstance(link, Mapping)),
     )
 
 
@@ -148,7 +149,7 @@ def _event(told: Mapping[str, Any]) -> SpanEvent:
     return SpanEvent(
         name=str(told.get("name") or ""),
         time_ns=_number(time),
-        attributes=_mapping(told.get("attributes")),
+        attributes=plain_mapping(told.get("attributes")),
     )
 
 
@@ -156,12 +157,12 @@ def _link(told: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "trace_id": _trace_id(str(told.get("trace_id") or "")),
         "span_id": _span_id(str(told.get("span_id") or "")),
-        "attributes": _mapping(told.get("attributes")),
+        "attributes": plain_mapping(told.get("attributes")),
     }
 
 
 def _parent(told: Mapping[str, Any]) -> str | None:
-    return _text(told.get("parent_span_id") or told.get("parent_id"))
+    return text(told.get("parent_span_id") or told.get("parent_id"))
 
 
 def _trace_id(told: str) -> str:
@@ -184,11 +185,11 @@ def _decoded(told: str) -> str:
 
 
 def _row_id(info: Mapping[str, Any]) -> str | None:
-    return _text(info.get("trace_id") or info.get("request_id"))
+    return text(info.get("trace_id") or info.get("request_id"))
 
 
 def _metadata(info: Mapping[str, Any]) -> Mapping[str, Any]:
-    return _mapping(info.get("trace_metadata") or info.get("request_metadata"))
+    return plain_mapping(info.get("trace_metadata") or info.get("request_metadata"))
 
 
 def _label(value: Any) -> str | None:
@@ -210,19 +211,7 @@ def _time(told: Any) -> int | None:
     return None if time is None else round(time.timestamp() * 1_000_000) * 1000
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    return dict(value) if isinstance(value, Mapping) else {}
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
-
-
 def _number(value: Any) -> int:
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64 else 0
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list) else ()

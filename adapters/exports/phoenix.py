@@ -20,7 +20,9 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from spangrad.adapters.exports import ids
+from spangrad.adapters.exports.columns import listed, plain_mapping, text
 from spangrad.adapters.exports.score import Score
+from spangrad.adapters.reading import parsed
 from spangrad.store.records import Span, SpanEvent
 
 SCOPE: Final = "phoenix"
@@ -75,7 +77,7 @@ def scores_of(row: Mapping[str, Any]) -> Iterator[Score]:
             yield from _annotation(told, "")
         elif _is_span(told):
             trace, span = _ids(told)
-            for annotation in _listed(_parsed(told.get("annotations"))):
+            for annotation in listed(_parsed(told.get("annotations"))):
                 if isinstance(annotation, Mapping):
                     yield from _annotation({"span_id": span, **annotation}, ids.trace_id(trace))
             yield from _evaluations(told, ids.trace_id(trace), ids.span_id(span))
@@ -98,14 +100,14 @@ def _is_span(row: Mapping[str, Any]) -> bool:
 
 
 def _is_annotation(row: Mapping[str, Any]) -> bool:
-    return "annotator_kind" in row and any(_text(row.get(key)) for key in ("span_id", "trace_id"))
+    return "annotator_kind" in row and any(text(row.get(key)) for key in ("span_id", "trace_id"))
 
 
 def _ids(row: Mapping[str, Any]) -> tuple[str, str]:
-    context = _mapping(row.get("context"))
+    context = plain_mapping(row.get("context"))
     trace = row.get("context.trace_id") or context.get("trace_id") or row.get("trace_id")
     span = row.get("context.span_id") or context.get("span_id") or row.get("span_id")
-    return _text(trace) or "", _text(span) or ""
+    return text(trace) or "", text(span) or ""
 
 
 def _span(row: Mapping[str, Any]) -> Span:
@@ -113,7 +115,7 @@ def _span(row: Mapping[str, Any]) -> Span:
     status = row.get("status")
     code = status.get("code") if isinstance(status, Mapping) else row.get("status_code")
     message = status.get("message") if isinstance(status, Mapping) else row.get("status_message")
-    parent = _text(row.get("parent_span_id") or row.get("parent_id"))
+    parent = text(row.get("parent_span_id") or row.get("parent_id"))
     attributes = _attributes(row)
     for name, told, found in (("trace_id", trace, ids.trace_id(trace)), ("span_id", span, ids.span_id(span))):
         if told.lower() != found:
@@ -130,8 +132,8 @@ def _span(row: Mapping[str, Any]) -> Span:
         status_message=str(message or ""),
         scope=SCOPE,
         attributes=attributes,
-        events=tuple(_event(event) for event in _listed(_parsed(row.get("events"))) if _mapping(event)),
-        links=tuple(_link(link) for link in _listed(row.get("links")) if isinstance(link, Mapping)),
+        events=tuple(_event(event) for event in listed(_parsed(row.get("events"))) if plain_mapping(event)),
+        links=tuple(_link(link) for link in listed(row.get("links")) if isinstance(link, Mapping)),
         trace_state=str(row.get("trace_state") or ""),
         flags=_small(row.get("flags")),
         dropped_attributes=_small(row.get("dropped_attributes_count")),
@@ -145,12 +147,12 @@ def _attributes(row: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(told, list):
         flat = _pairs(told)
     else:
-        flat = {} if told is None else dict(_flat(_mapping(_parsed(told)), ""))
+        flat = {} if told is None else dict(_flat(plain_mapping(_parsed(told)), ""))
         columns = {key.removeprefix(_ATTRIBUTES): row[key] for key in row if key.startswith(_ATTRIBUTES)}
         for name, value in columns.items():
             flat |= _column(name, value)
     attributes = _with_texts(flat)
-    kind = attributes.get(KIND) or _text(row.get("span_kind"))
+    kind = attributes.get(KIND) or text(row.get("span_kind"))
     if kind is not None and any(name in attributes for name in GEN_AI):
         attributes.pop(KIND, None)
         attributes[PHOENIX_KIND] = kind
@@ -204,7 +206,7 @@ def _with_texts(flat: Mapping[str, Any]) -> dict[str, Any]:
     texts: dict[str, dict[str, Any]] = {}
     attributes: dict[str, Any] = {}
     for name, value in flat.items():
-        whole = next((text for text in JSON_TEXTS if name.startswith(f"{text}.")), None)
+        whole = next((each for each in JSON_TEXTS if name.startswith(f"{each}.")), None)
         if whole is not None and whole not in flat:
             _put(texts.setdefault(whole, {}), name.removeprefix(f"{whole}."), value)
             attributes[whole] = None
@@ -233,13 +235,13 @@ def _pairs(told: Sequence[Any]) -> dict[str, Any]:
 
 
 def _value(told: Any) -> Any:
-    for kind, value in _mapping(told).items():
+    for kind, value in plain_mapping(told).items():
         if value is None:
             continue
         if kind == "array_value":
-            return [_value(item) for item in _listed(_mapping(value).get("values"))]
+            return [_value(item) for item in listed(plain_mapping(value).get("values"))]
         if kind == "kvlist_value":
-            return _pairs(_listed(_mapping(value).get("values")))
+            return _pairs(listed(plain_mapping(value).get("values")))
         if kind == "bytes_value" and isinstance(value, str):
             try:
                 return base64.b64decode(value, validate=True)
@@ -256,7 +258,7 @@ def _event(told: Mapping[str, Any]) -> SpanEvent:
     return SpanEvent(
         name=str(told.get("name") or ""),
         time_ns=_time(told.get("time_unix_nano", told.get("timestamp"))),
-        attributes=_pairs(attributes) if isinstance(attributes, list) else _mapping(attributes),
+        attributes=_pairs(attributes) if isinstance(attributes, list) else plain_mapping(attributes),
         dropped_attributes=_small(told.get("dropped_attributes_count")),
     )
 
@@ -266,7 +268,7 @@ def _link(told: Mapping[str, Any]) -> dict[str, Any]:
         "trace_id": ids.trace_id(str(told.get("trace_id") or "")),
         "span_id": ids.span_id(str(told.get("span_id") or "")),
         "trace_state": str(told.get("trace_state") or ""),
-        "attributes": _pairs(_listed(told.get("attributes"))),
+        "attributes": _pairs(listed(told.get("attributes"))),
         "dropped_attributes": _small(told.get("dropped_attributes_count")),
         "flags": _small(told.get("flags")),
     }
@@ -274,9 +276,9 @@ def _link(told: Mapping[str, Any]) -> dict[str, Any]:
 
 def _annotation(row: Mapping[str, Any], trace_id: str) -> Iterator[Score]:
     """An annotation; `trace_id` is its span's, empty where the row names the span alone."""
-    result = _mapping(_parsed(row.get("result")))
+    result = plain_mapping(_parsed(row.get("result")))
     told = {key: result.get(key, row.get(f"result.{key}", row.get(key))) for key in _RESULT}
-    trace, span = _text(row.get("trace_id")), _text(row.get("span_id"))
+    trace, span = text(row.get("trace_id")), text(row.get("span_id"))
     if told["score"] is None and told["label"] is None:
         return
     kind = str(row.get("annotator_kind") or "")
@@ -284,7 +286,7 @@ def _annotation(row: Mapping[str, Any], trace_id: str) -> Iterator[Score]:
         trace_id=ids.trace_id(trace) if trace else trace_id,
         span_id=ids.span_id(span) if span else None,
         name=str(row.get("name") or row.get("annotation_name") or "annotation"),
-        author=_text(row.get("user_id")) or _text(row.get("identifier")),
+        author=text(row.get("user_id")) or text(row.get("identifier")),
         time_ns=_time(row.get("updated_at") or row.get("created_at")) or None,
         source=f"phoenix {kind}".strip(),
         **_judged(told),
@@ -315,8 +317,8 @@ def _judged(told: Mapping[str, Any]) -> dict[str, Any]:
     score = told["score"]
     return {
         "value": float(score) if isinstance(score, (int, float)) else None,
-        "label": _text(told["label"]),
-        "explanation": _text(told["explanation"]),
+        "label": text(told["label"]),
+        "explanation": text(told["explanation"]),
     }
 
 
@@ -338,24 +340,7 @@ def _time(told: Any) -> int:
 
 def _parsed(value: Any) -> Any:
     """The list or object that JSON text stands for; anything else as it is."""
-    if not isinstance(value, str) or value[:1] not in ("[", "{"):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return dict(value) if isinstance(value, Mapping) else {}
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list) else ()
+    return parsed(value) if isinstance(value, str) and value[:1] in ("[", "{") else value
 
 
 def _count(value: Any) -> int:

@@ -16,6 +16,7 @@ from spangrad.commands.options import (
     KeyOption,
     RolloutsOption,
     RunOption,
+    SqlOption,
     StoreOption,
     opened,
     require,
@@ -58,9 +59,7 @@ def export(
     key: KeyOption = None,
     rollout: RolloutsOption = None,
     run: RunOption = None,
-    sql: Annotated[
-        str | None, typer.Option("--sql", help="Only rollouts in the column rollout_id of this SELECT.")
-    ] = None,
+    sql: SqlOption = None,
     min_reward: Annotated[
         float | None, typer.Option("--min-reward", help="Only rollouts with at least this reward.")
     ] = None,

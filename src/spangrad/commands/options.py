@@ -32,6 +32,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line
 RolloutsOption = Annotated[
     list[str] | None, typer.Option("--rollout", "-r", help="Only this rollout; can be given several times.")
 ]
+SqlOption = Annotated[
+    str | None, typer.Option("--sql", help="Only rollouts in the column rollout_id of this SELECT.")
+]
 RunOption = Annotated[str | None, typer.Option("--run", help="Only rollouts of this training run.")]
 HostOption = Annotated[str, typer.Option("--host", help="Address to listen on.")]
 KeysOption = Annotated[

@@ -17,6 +17,7 @@ from spangrad.commands.options import (
     KeyOption,
     RolloutsOption,
     RunOption,
+    SqlOption,
     StoreOption,
     asked_to_stop,
     opened,
@@ -52,9 +53,7 @@ def score(
     split: Annotated[
         str | None, typer.Option("--split", help="Only this split: train, expert, recorded, ...")
     ] = None,
-    sql: Annotated[
-        str | None, typer.Option("--sql", help="Only rollouts in the column rollout_id of this SELECT.")
-    ] = None,
+    sql: SqlOption = None,
     name: Annotated[str, typer.Option("--name", help="Name of rewards that come without one.")] = "reward",
     workers: Annotated[
         int | None,
