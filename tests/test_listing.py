@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -122,8 +123,11 @@ def test_calls_that_are_text_need_a_tokenizer_to_be_cloned(tmp_path: Path) -> No
 
 
 def test_a_reader_that_has_enough_is_no_error(store: str) -> None:
-    program = f"{sys.executable} -m spangrad calls --store {store} --json | head -c 10"
+    program = (
+        f"{shlex.quote(sys.executable)} -m spangrad calls --store {shlex.quote(store)} --json | head -c 10"
+    )
     done = subprocess.run(["bash", "-o", "pipefail", "-c", program], capture_output=True, text=True)
+    assert len(done.stdout) == 10
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
 

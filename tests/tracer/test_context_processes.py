@@ -4,6 +4,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -341,7 +342,7 @@ def test_programs_that_an_event_loop_starts_get_it_too(tmp_path: Path, clean: No
                 sys.executable, "-S", "-c", code, stdout=subprocess.PIPE
             )
             shell = await asyncio.create_subprocess_shell(
-                f'{sys.executable} -S -c "{code}"', env={}, stdout=subprocess.PIPE
+                f'{shlex.quote(sys.executable)} -S -c "{code}"', env={}, stdout=subprocess.PIPE
             )
             return [(await child.communicate())[0].decode().strip() for child in (program, shell)]
 
