@@ -1,5 +1,6 @@
 """spangrad.adapters: foreign formats -> graded model calls -> call trees. See README.md in this folder."""
 
+from spangrad.adapters.accounts import account_unread
 from spangrad.adapters.call_tree import CallNode, CallTree, build_tree, in_order
 from spangrad.adapters.calls import call_to_json, calls_from_spans, calls_of
 from spangrad.adapters.ingest import IngestReport, ingest
@@ -13,6 +14,7 @@ __all__ = [
     "IngestReport",
     "ModelCall",
     "Purpose",
+    "account_unread",
     "build_tree",
     "call_to_json",
     "calls_from_spans",

@@ -55,10 +55,15 @@ def calls_of(store: Store, rollout_ids: Sequence[str] | None = None) -> list[Mod
     return [call for call in calls if call.attempt == current.get(call.rollout_id, call.attempt)]
 
 
-def record_calls(store: Store, calls: Iterable[ModelCall]) -> int:
-    """Write the summaries of calls to the store's table `calls`, where SQL can ask about grades and sizes."""
+def record_calls(
+    store: Store, calls: Iterable[ModelCall], read: Mapping[str, int | None] | None = None
+) -> int:
+    """Write the summaries of calls to the store's table `calls`, where SQL can ask about grades and sizes.
+
+    With `read`, these are all calls of these traces, as in `Store.put_calls`.
+    """
     rows = [_summary(call) for call in calls]
-    return store.put_calls(rows) if rows else 0
+    return store.put_calls(rows, read=read) if rows or read else 0
 
 
 def _summary(call: ModelCall) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Files of traces, and of other systems' exports -> store, with an honest account of what they are good for.
 
 Streams: messages are put into the store in small batches, and afterwards the calls
-of every trace that was touched are read back and graded, because the spans of a call
-and their log records may be spread over lines and files.
+of every trace that was touched are read back and graded (`accounts.py`), because the
+spans of a call and their log records may be spread over lines and files.
 
 Invariants:
 * a broken line is counted with its number and never stops the rest;
@@ -21,19 +21,15 @@ from typing import Any, Final
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from spangrad.adapters.calls import calls_from_spans, record_calls
-from spangrad.adapters.dialects import NO_DIALECT, recognise
-from spangrad.adapters.exports.rewards import put_scores
+from spangrad.adapters.accounts import Accounts, account_traces
+from spangrad.adapters.exports.rewards import NO_NUMBER, put_scores
 from spangrad.adapters.exports.rows import Broken, Row, rows
-from spangrad.adapters.grading import reason_kind
 from spangrad.adapters.intake import Intake
-from spangrad.adapters.model_call import Purpose
 from spangrad.adapters.otlp_files import Skipped, is_otlp, messages
 from spangrad.adapters.row_intake import RowIntake
-from spangrad.adapters.sessions import Rule, join_sessions
 from spangrad.store.base import Store
 
-TRACES_AT_ONCE: Final = 200
+_TOLD_BY_RECORDS: Final = "SELECT count(*) AS n FROM rewards WHERE reward_id IN (SELECT log_id FROM logs)"
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all)."""
@@ -78,7 +74,7 @@ class IngestReport:
     unknown_row: str | None = None
     """The first of them."""
     scores: int = 0
-    """Scores, feedback and evaluations of exports."""
+    """Scores, feedback and evaluations of exports, and evaluations in log records."""
     new_rewards: int = 0
     """Rewards that they gave and the store did not have."""
     scores_left_out: Mapping[str, int] = field(default_factory=dict)
@@ -109,6 +105,7 @@ def ingest(paths: Sequence[str | Path], store: Store, progress: Progress | None 
     row_intake = RowIntake(intake)
     total = sum(file.stat().st_size for file in files if file.is_file())
     before = unknown = 0
+    told = _told_by_records(store)
     for path in files:
         position, good, bad = 0, False, 0
         for read, position in messages(path) if is_otlp(path) else rows(path):
@@ -133,14 +130,17 @@ def ingest(paths: Sequence[str | Path], store: Store, progress: Progress | None 
     intake.flush()
     report.spans, report.new_spans = intake.spans, intake.new_spans
     report.logs, report.new_logs, report.unclaimed_logs = intake.logs, intake.new_logs, intake.lone_logs
-    report.traces, report.by_scope = len(intake.traces), dict(intake.by_scope)
+    report.traces, report.by_scope = intake.traces.with_spans(), dict(intake.by_scope)
     report.broken, report.skipped = tuple(broken), dict(skipped)
     report.by_format, report.unknown_rows = dict(row_intake.by_format), row_intake.unknown_rows
     report.unknown_row = row_intake.unknown_row
-    _grade(store, list(intake.traces | intake.logged_traces), report)
+    _tell(report, account_traces(store, intake.traces))
+    intake.traces.close()
     scored = put_scores(store, row_intake.scores)
-    report.scores, report.new_rewards = len(row_intake.scores), scored.new_rewards
-    report.scores_left_out = dict(scored.left_out)
+    report.scores = len(row_intake.scores) + intake.evaluations
+    report.new_rewards = scored.new_rewards + _told_by_records(store) - told
+    left_out = scored.left_out + Counter({NO_NUMBER: intake.unnumbered})
+    report.scores_left_out = dict(left_out)
     return report
 
 
@@ -148,27 +148,14 @@ def _files_below(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _grade(store: Store, traces: Sequence[str], report: IngestReport) -> None:
-    dialects: Counter[str] = Counter()
-    grades: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
-    joined: Counter[Rule] = Counter()
-    for start in range(0, len(traces), TRACES_AT_ONCE):
-        chunk = traces[start : start + TRACES_AT_ONCE]
-        spans, records = list(store.spans(trace_ids=chunk)), list(store.logs(trace_ids=chunk))
-        known = {(span.trace_id, span.span_id) for span in spans}
-        report.unclaimed_logs += sum((log.trace_id, log.span_id) not in known for log in records)
-        dialects[NO_DIALECT] += sum(recognise(span) == NO_DIALECT for span in spans)
-        calls = calls_from_spans(spans, records)
-        record_calls(store, calls)
-        joined += join_sessions(store, calls)
-        sampled = [call for call in calls if call.purpose is not Purpose.EMBEDDING]
-        report.embeddings += len(calls) - len(sampled)
-        for call in sampled:
-            dialects[call.dialect] += 1
-            grades[str(call.grade)] += 1
-            reasons.update({reason_kind(reason) for reason in call.grade_reasons})
-    report.calls = grades.total()
-    report.joined_by = {str(rule): count for rule, count in joined.items()}
-    report.by_dialect = {name: count for name, count in dialects.items() if count}
-    report.by_grade, report.by_reason = dict(grades), dict(reasons.most_common())
+def _told_by_records(store: Store) -> int:
+    """How many rewards came as log records."""
+    return int(store.query(_TOLD_BY_RECORDS)[0]["n"])
+
+
+def _tell(report: IngestReport, told: Accounts) -> None:
+    report.calls, report.embeddings = told.calls, told.embeddings
+    report.unclaimed_logs += told.unclaimed_logs
+    report.joined_by = {str(rule): count for rule, count in told.joined_by.items()}
+    report.by_dialect, report.by_grade = dict(told.by_dialect), dict(told.by_grade)
+    report.by_reason = dict(told.by_reason.most_common())

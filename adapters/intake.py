@@ -3,6 +3,7 @@
 Knows sizes of batches and which traces were touched; knows no files and no formats.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -10,12 +11,14 @@ from typing import Any, Final
 
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 
+from spangrad.adapters.trace_ids import TraceIds
 from spangrad.errors import StoreError
 from spangrad.store.base import Store
 from spangrad.store.otlp import encode_request
 from spangrad.store.records import Span, SpanEvent
-from spangrad.tracer.conventions import storable
+from spangrad.tracer.conventions import REWARD_EVENT, REWARD_VALUE, storable
 
 BATCH_SPANS: Final = 1000
 BATCH_BYTES: Final = 4 * 2**20
@@ -37,10 +40,10 @@ class Intake:
         self.logs = self.new_logs = self.lone_logs = 0
         """`lone_logs`: records that name no trace."""
         self.by_scope: Counter[str] = Counter()
-        self.traces: dict[str, None] = {}
-        """Traces of which there was a span, in order."""
-        self.logged_traces: dict[str, None] = {}
-        """Traces of which there was a log record."""
+        self.traces = TraceIds()
+        """Traces of which something came."""
+        self.evaluations = self.unnumbered = 0
+        """Log records that are evaluations; `unnumbered`: those of them without a number."""
 
     def add_spans(self, request: ExportTraceServiceRequest) -> None:
         """Take in the spans of a request."""
@@ -48,7 +51,7 @@ class Intake:
         spans = [span for scope in scopes for span in scope.spans]
         for scope in scopes:
             self.by_scope[scope.scope.name] += len(scope.spans)
-        self.traces.update((span.trace_id.hex(), None) for span in spans)
+        self.traces.add((span.trace_id for span in spans), has_span=True)
         self.spans += len(spans)
         self._spans.MergeFrom(request)
         self._waiting_spans += len(spans)
@@ -60,8 +63,11 @@ class Intake:
         """Take in the log records of a request."""
         scopes = [scope for resource in request.resource_logs for scope in resource.scope_logs]
         records = [record for scope in scopes for record in scope.log_records]
-        named = [record.trace_id.hex() for record in records if any(record.trace_id)]
-        self.logged_traces.update((trace_id, None) for trace_id in named)
+        named = [record.trace_id for record in records if any(record.trace_id)]
+        self.traces.add(named, has_span=False)
+        judging = [record for record in records if _is_evaluation(record)]
+        self.evaluations += len(judging)
+        self.unnumbered += sum(not _has_number(record) for record in judging)
         self.logs += len(records)
         self.lone_logs += len(records) - len(named)
         self._logs.MergeFrom(request)
@@ -99,6 +105,20 @@ class Intake:
             self.new_logs += self._store.put_logs(self._logs.SerializeToString())
         self._logs = ExportLogsServiceRequest()
         self._waiting_logs = self._log_bytes = 0
+
+
+def _is_evaluation(record: LogRecord) -> bool:
+    if record.event_name:
+        return bool(record.event_name == REWARD_EVENT)
+    return any(
+        each.key == "event.name" and each.value.string_value == REWARD_EVENT for each in record.attributes
+    )
+
+
+def _has_number(record: LogRecord) -> bool:
+    given = [each.value for each in record.attributes if each.key == REWARD_VALUE]
+    kinds = [value.WhichOneof("value") for value in given]
+    return kinds == ["int_value"] or (kinds == ["double_value"] and math.isfinite(given[0].double_value))
 
 
 def _encoded(spans: Sequence[Span]) -> bytes:

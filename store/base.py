@@ -11,6 +11,7 @@ from spangrad.store.records import (
     Rollout,
     RolloutStatus,
     Span,
+    UnreadTrace,
     Update,
 )
 
@@ -117,8 +118,37 @@ class Store(Protocol):
         """Log records of the spans of these rollouts, or of these traces (all without), by (trace, time)."""
         ...
 
-    def put_calls(self, rows: Sequence[Mapping[str, Any]]) -> int:
-        """Store summaries of calls: columns of the table `calls`; a later one replaces an earlier one."""
+    def put_calls(
+        self, rows: Sequence[Mapping[str, Any]], *, read: Mapping[str, int | None] | None = None
+    ) -> int:
+        """Store summaries of calls: columns of the table `calls`; a later one replaces an earlier one.
+
+        With `read`, what `unread_traces` said of each trace that was read, these are all its calls: others
+        are removed, and a trace that changed meanwhile is left as it is. Returns how many rows are new or
+        changed.
+        """
+        ...
+
+    def unread_traces(
+        self,
+        *,
+        trace_ids: Sequence[str] | None = None,
+        rollout_ids: Sequence[str] | None = None,
+        quiet_s: float | None = None,
+        limit: int | None = None,
+    ) -> list[UnreadTrace]:
+        """Traces that changed since their calls were written, the longest unchanged first.
+
+        Those that match every given filter; with `quiet_s` only those that nothing came of for so long, and
+        whose rollout nobody waits for.
+        """
+        ...
+
+    def mark_read(self, traces: Mapping[str, int]) -> int:
+        """Say that these traces are in `calls` as they were at their `changed_ns`.
+
+        Returns how many are so still. Evaluations that waited for it become rewards.
+        """
         ...
 
     def join_traces(self, groups: Sequence[Sequence[str]]) -> int:

@@ -24,6 +24,7 @@ from spangrad.store.records import (
     Rollout,
     RolloutStatus,
     Span,
+    UnreadTrace,
     Update,
 )
 from spangrad.store.wire import (
@@ -228,9 +229,47 @@ class HubClient:
         arguments = {"run_id": run_id, "update_index": update_index, "metrics": dict(metrics)}
         self._call("put_metrics", arguments)
 
-    def put_calls(self, rows: Sequence[Mapping[str, Any]]) -> int:
-        """Store summaries of model calls: columns of the table `calls`, replaced by `call_id`."""
-        return int(self._call("put_calls", {"rows": [dict(row) for row in rows]}))
+    def put_calls(
+        self, rows: Sequence[Mapping[str, Any]], *, read: Mapping[str, int | None] | None = None
+    ) -> int:
+        """Store summaries of model calls: columns of the table `calls`, replaced by `call_id`.
+
+        With `read`, what `unread_traces` said of each trace that was read, these are all its calls: others
+        are removed, and a trace that changed meanwhile is left as it is. Returns how many rows are new or
+        changed.
+        """
+        arguments: dict[str, Any] = {"rows": [dict(row) for row in rows]}
+        if read is not None:
+            arguments["read"] = dict(read)
+        return int(self._call("put_calls", arguments))
+
+    def unread_traces(
+        self,
+        *,
+        trace_ids: Sequence[str] | None = None,
+        rollout_ids: Sequence[str] | None = None,
+        quiet_s: float | None = None,
+        limit: int | None = None,
+    ) -> list[UnreadTrace]:
+        """Traces that changed since their calls were written, the longest unchanged first.
+
+        Those that match every given filter; with `quiet_s` only those that nothing came of for so long, and
+        whose rollout nobody waits for.
+        """
+        arguments = {
+            "trace_ids": None if trace_ids is None else list(trace_ids),
+            "rollout_ids": None if rollout_ids is None else list(rollout_ids),
+            "quiet_s": quiet_s,
+            "limit": limit,
+        }
+        return records_from_wire(UnreadTrace, self._call("unread_traces", arguments))
+
+    def mark_read(self, traces: Mapping[str, int]) -> int:
+        """Say that these traces are in `calls` as they were at their `changed_ns`.
+
+        Returns how many are so still. Evaluations that waited for it become rewards.
+        """
+        return int(self._call("mark_read", {"traces": dict(traces)}))
 
     def join_traces(self, groups: Sequence[Sequence[str]]) -> int:
         """Make the traces of each group one rollout, with all that they were joined to before.

@@ -4,17 +4,15 @@ Knows how the table modules make up a store, and the spool folder beside the fil
 no HTTP. Safe to call from several threads: writes take turns, reads see a snapshot.
 """
 
-import fcntl
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from spangrad.errors import SchemaVersionError, StoreError, StoreLockedError
+from spangrad.errors import StoreError
 from spangrad.store.otlp import decode_logs, decode_request, encode_request
 from spangrad.store.records import (
     LogRecord,
@@ -24,16 +22,18 @@ from spangrad.store.records import (
     Rollout,
     RolloutStatus,
     Span,
+    UnreadTrace,
     Update,
     event_name,
 )
 from spangrad.store.schema import TABLES
-from spangrad.store.tables import ledger, queue, sessions
+from spangrad.store.tables import ledger, queue, sessions, unread
 from spangrad.store.tables.database import OUTAGES, Database, store_error
-from spangrad.store.tables.evaluations import reward_by_records
+from spangrad.store.tables.evaluations import reward_by_records, reward_by_traces
 from spangrad.store.tables.logs import insert_logs, read_logs
 from spangrad.store.tables.query import ROW_LIMIT, TIMEOUT_S, run_query
 from spangrad.store.tables.rewards import put_rewards, select_rewards
+from spangrad.store.tables.span_rewards import reward_by_events
 from spangrad.store.tables.spans import SpanWriter, read_spans
 from spangrad.tracer.conventions import REWARD_EVENT
 from spangrad.tracer.journal import recover
@@ -127,6 +127,9 @@ class FileStore:
         with self._database.transaction() as con:
             new = insert_logs(con, records, author)
             judging = [log_id for log_id, record in new.items() if event_name(record) == REWARD_EVENT]
+            told = [record for record in records if event_name(record) != REWARD_EVENT]
+            named = (record.trace_id for record in told if record.trace_id is not None)
+            unread.touch(con, named, self._database.stamp())
             if judging:
                 self._writer.await_judged()
                 reward_by_records(con, judging)
@@ -324,10 +327,47 @@ class FileStore:
         with self._database.transaction() as con:
             ledger.put_metrics(con, run_id, update_index, metrics)
 
-    def put_calls(self, rows: Sequence[Mapping[str, Any]]) -> int:
-        """Store summaries of model calls: columns of the table `calls`, replaced by `call_id`."""
+    def put_calls(
+        self, rows: Sequence[Mapping[str, Any]], *, read: Mapping[str, int | None] | None = None
+    ) -> int:
+        """Store summaries of model calls: columns of the table `calls`, replaced by `call_id`.
+
+        With `read`, what `unread_traces` said of each trace that was read, these are all its calls: others
+        are removed, and a trace that changed meanwhile is left as it is. Returns how many rows are new or
+        changed.
+        """
         with self._database.transaction() as con:
-            return ledger.put_calls(con, rows)
+            return ledger.put_calls(con, rows, read)
+
+    def unread_traces(
+        self,
+        *,
+        trace_ids: Sequence[str] | None = None,
+        rollout_ids: Sequence[str] | None = None,
+        quiet_s: float | None = None,
+        limit: int | None = None,
+    ) -> list[UnreadTrace]:
+        """Traces that changed since their calls were written, the longest unchanged first.
+
+        Those that match every given filter; with `quiet_s` only those that nothing came of for so long, and
+        whose rollout nobody waits for.
+        """
+        with self._database.snapshot() as con:
+            return unread.select_unread(
+                con, trace_ids=trace_ids, rollout_ids=rollout_ids, quiet_s=quiet_s, limit=limit
+            )
+
+    def mark_read(self, traces: Mapping[str, int]) -> int:
+        """Say that these traces are in `calls` as they were at their `changed_ns`.
+
+        Returns how many are so still. Evaluations that waited for it become rewards.
+        """
+        with self._database.transaction() as con:
+            done = unread.mark_read(con, traces)
+            if done and self._writer.are_judged(con):
+                reward_by_traces(con, done)
+            reward_by_events(con, done)
+            return len(done)
 
     # sessions
 
@@ -390,48 +430,3 @@ def spool_folder(path: str | os.PathLike[str]) -> Path:
     """Where tracers put spans that a store's file is to take in."""
     file = Path(path).absolute()
     return file.with_name(file.name + ".spool")
-
-
-def open_to_read(path: str | os.PathLike[str]) -> FileStore:
-    """Open a store for reading, with all that tracers have left beside it; any number of processes can.
-
-    The file is written only to take that in, or to bring a store of an older spangrad up to date. While
-    another reader has it, what was left waits, and a warning says so.
-
-    Raises StoreLockedError if another process writes to it, StoreError if there is no store.
-    """
-    with _one_at_a_time(spool_folder(path)) as is_waiting:
-        if is_waiting:
-            try:
-                FileStore(path).close()
-            except StoreLockedError:
-                store = FileStore(path, read_only=True)  # raises if it is a writer that has it
-                logger.warning(
-                    "%r is being read by another process: the newest spans wait in %r until it is done",
-                    str(store.path),
-                    str(spool_folder(path)),
-                )
-                return store
-        try:
-            return FileStore(path, read_only=True)
-        except SchemaVersionError:
-            FileStore(path).close()
-            return FileStore(path, read_only=True)
-
-
-@contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[bool]:
-    """Let one reader at a time open a store with this spool: taking it in keeps all others out.
-
-    Gives whether anything is there to take in.
-    """
-    if not folder.is_dir():
-        yield False
-        return
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):  # a file system without such locks: then a reader may have to try again
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield any(Path(entry).suffix in (".seg", ".journal") for entry in os.listdir(folder))
-    finally:
-        os.close(fd)

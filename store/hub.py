@@ -1,6 +1,6 @@
 """The hub: a store behind HTTP.
 
-    POST /v1/traces      OTLP: protobuf or JSON, gzip or not        agent
+    POST /v1/traces      OTLP: protobuf or JSON, compressed or not  agent
     POST /v1/logs        the same, log records                      agent
     POST /api/<name>     the other methods of a store, JSON         see operations.py
     POST /api/spans      spans as frames of OTLP protobuf           evaluator
@@ -22,6 +22,7 @@ Invariants:
 import asyncio
 import json
 import logging
+import threading
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
@@ -57,9 +58,13 @@ LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 NEW_SPANS_HEADER: Final = "x-spangrad-new-spans"
 NEW_LOGS_HEADER: Final = "x-spangrad-new-logs"
 
+_WINDOWS: Final = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS, "zlib": zlib.MAX_WBITS}
+"""Encodings of bodies and the form of zlib that each is in."""
 _FORGED: Final = "{} spans of a gateway came with the agent key; it needs the evaluator key"
 
 Handler = Callable[[Request], Awaitable[Response]]
+Beside = Callable[[FileStore, threading.Event], None]
+"""Work on the store of a hub, until the event is set."""
 
 _STATUS: Final = (
     (PermissionDeniedError, 403),
@@ -84,6 +89,7 @@ def create_app(
     keys: Keys | None = None,
     allowed_hosts: Collection[str] | None = None,
     on_invalidated: Callable[[], None] | None = None,
+    beside: Beside | None = None,
 ) -> Starlette:
     """The hub's application. It owns the store and closes it at shutdown.
 
@@ -93,10 +99,11 @@ def create_app(
         allowed_hosts: Names that a request's Host may have; by default loopback's without keys,
             any with keys (a web page that gets here by DNS rebinding has no key).
         on_invalidated: Called when DuckDB met a fatal error: every request gets 503 from then on.
+        beside: Run in a thread while requests are answered; it is to return soon when the event is set.
     """
     if allowed_hosts is None and keys is None:
         allowed_hosts = LOOPBACK_HOSTS
-    hub = _Hub(store, keys, allowed_hosts, on_invalidated)
+    hub = _Hub(store, keys, allowed_hosts, on_invalidated, beside)
     return Starlette(
         routes=[
             Route("/healthz", hub.answer(hub.health, None)),
@@ -120,19 +127,31 @@ class _Hub:
         keys: Keys | None,
         allowed_hosts: Collection[str] | None,
         on_invalidated: Callable[[], None] | None,
+        beside: Beside | None,
     ) -> None:
         self._store = store
         self._keys = keys
         self._allowed_hosts = allowed_hosts
         self._on_invalidated = on_invalidated
+        self._beside = beside
         self._writer = GroupWriter(store.put_batches, store.take_in)
         self._outages: set[type[SpangradError]] = set()
         """Kinds of them that have been logged since spans were stored the last time."""
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        stop = threading.Event()
+        thread = None
+        if self._beside is not None:
+            thread = threading.Thread(
+                target=self._beside, args=(self._store, stop), name="spangrad-beside", daemon=True
+            )
+            thread.start()
         yield
         await run_in_threadpool(self._writer.close)
+        stop.set()
+        if thread is not None:
+            await run_in_threadpool(thread.join)
         await run_in_threadpool(self._store.close)
 
     def answer(self, handler: Handler, least: Role | None) -> Handler:
@@ -299,9 +318,9 @@ async def _arguments(request: Request) -> dict[str, Any]:
 async def _body(request: Request) -> bytes:
     """The body, unpacked; 413 if it is too long before or after."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("identity", "gzip", ""):
-        raise _Refused(415, f"content-encoding {encoding!r} is unknown; send gzip or none")
-    unpack = zlib.decompressobj(16 + zlib.MAX_WBITS) if encoding == "gzip" else None
+    if encoding not in ("identity", "", *_WINDOWS):
+        raise _Refused(415, f"content-encoding {encoding!r} is unknown; send gzip, deflate or none")
+    unpack = zlib.decompressobj(_WINDOWS[encoding]) if encoding in _WINDOWS else None
     pieces: list[bytes] = []
     size = 0
     async for piece in request.stream():
@@ -309,13 +328,13 @@ async def _body(request: Request) -> bytes:
             try:
                 piece = unpack.decompress(piece, MAX_BODY_BYTES + 1 - size)
             except zlib.error as error:
-                raise StoreError(f"the body is no gzip: {error}") from error
+                raise StoreError(f"the body is no {encoding}: {error}") from error
         size += len(piece)
         if size > MAX_BODY_BYTES:
             raise _Refused(413, f"the body has more than {MAX_BODY_BYTES} bytes; send smaller batches")
         pieces.append(piece)
     if unpack is not None and not unpack.eof:
-        raise StoreError("the body is gzip that was cut off; send it whole")
+        raise StoreError(f"the body is {encoding} that was cut off; send it whole")
     return b"".join(pieces)
 
 

@@ -45,11 +45,21 @@ def m004_sessions(con: duckdb.DuckDBPyConnection) -> None:
     )
 
 
+def m005_unread_traces(con: duckdb.DuckDBPyConnection) -> None:
+    """Traces whose calls are to be written to `calls`; in an older store those that have none there."""
+    con.execute("CREATE TABLE unread_traces (trace_id VARCHAR NOT NULL, changed_ns BIGINT NOT NULL)")
+    con.execute(
+        "INSERT INTO unread_traces SELECT DISTINCT trace_id, 0 FROM spans "
+        "WHERE trace_id NOT IN (SELECT trace_id FROM calls)"
+    )
+
+
 MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m001_initial,
     m002_place_of_calls,
     m003_logs,
     m004_sessions,
+    m005_unread_traces,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

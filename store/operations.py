@@ -110,6 +110,14 @@ def _related_call_keys(store: FileStore, arguments: Arguments, role: Role) -> li
     return store.related_call_keys(**arguments)
 
 
+def _unread_traces(store: FileStore, arguments: Arguments, role: Role) -> list[dict[str, Any]]:
+    return [record_to_wire(trace) for trace in store.unread_traces(**arguments)]
+
+
+def _mark_read(store: FileStore, arguments: Arguments, role: Role) -> int:
+    return store.mark_read(**arguments)
+
+
 def _query(store: FileStore, arguments: Arguments, role: Role) -> list[dict[str, Any]]:
     return store.query(**arguments)
 
@@ -131,6 +139,7 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     "heartbeat": Operation(Role.EVALUATOR, _heartbeat),
     "join_traces": Operation(Role.TRAINER, _join_traces),
     "last_update": Operation(Role.EVALUATOR, _last_update),
+    "mark_read": Operation(Role.TRAINER, _mark_read),
     "policies": Operation(Role.EVALUATOR, _policies),
     "put_metrics": Operation(Role.TRAINER, _put_metrics),
     "put_call_keys": Operation(Role.TRAINER, _put_call_keys),
@@ -144,6 +153,7 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     "rewards": Operation(Role.EVALUATOR, _rewards),
     "rollouts": Operation(Role.EVALUATOR, _rollouts),
     "stats": Operation(Role.EVALUATOR, _stats),
+    "unread_traces": Operation(Role.EVALUATOR, _unread_traces),
     "updates": Operation(Role.EVALUATOR, _updates),
 }
 

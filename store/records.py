@@ -11,6 +11,8 @@ from typing import Any, Final
 
 RECORDED_SPLIT: Final = "recorded"
 """Split of rollouts that nobody enqueued: known from their spans alone."""
+DEFAULT_REWARD: Final = "reward"
+"""Name of the reward that trains, unless another is asked for."""
 
 
 class RolloutStatus(StrEnum):
@@ -121,6 +123,17 @@ def event_name(record: LogRecord) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class UnreadTrace:
+    """A trace that got spans or log records since its calls were read the last time."""
+
+    trace_id: str
+    changed_ns: int
+    """When it got them: it is read if this did not change meanwhile."""
+    rollout_ids: Sequence[str] = ()
+    """Rollouts that its spans name."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """One run of an agent on one task."""
 
@@ -162,7 +175,7 @@ class Reward:
 
     rollout_id: str
     value: float
-    name: str = "reward"
+    name: str = DEFAULT_REWARD
     call_id: str | None = None
     """`trace_id-span_id` of a call, or of a step (for its last call). None: for the whole rollout."""
     author: RewardAuthor | None = None

@@ -132,8 +132,7 @@ LOGS = Table(
 
 CALLS = Table(
     "calls",
-    "One model call, normalised from one or more spans by the adapters: of rollouts a trainer asked for, "
-    "and of ingested traces. Others have no row; `spangrad calls` reads all of them from spans.",
+    "One model call, normalised from one or more spans by the adapters. `unread_traces`: those to come.",
     (
         Column("call_id", "VARCHAR", "trace_id-span_id of the span that names the call"),
         Column("rollout_id", "VARCHAR", "rollout that made it", True),
@@ -157,6 +156,15 @@ CALLS = Table(
         Column("purpose_reason", "VARCHAR", "the rule that says so; NULL: none does, it acts", True),
     ),
     key=("call_id",),
+)
+
+UNREAD_TRACES = Table(
+    "unread_traces",
+    "Traces that got spans or log records since their calls were written to `calls`; a row for each time.",
+    (
+        Column("trace_id", "VARCHAR", "the trace"),
+        Column("changed_ns", "BIGINT", "Unix time, ns; when they came"),
+    ),
 )
 
 SESSIONS = Table(
@@ -305,6 +313,7 @@ TABLES = (
     MESSAGES,
     LOGS,
     CALLS,
+    UNREAD_TRACES,
     SESSIONS,
     CALL_KEYS,
     TASKS,

@@ -16,7 +16,7 @@ import uvicorn
 
 from spangrad.errors import ConfigError, PortInUseError, StoreError
 from spangrad.store.file_store import FileStore
-from spangrad.store.hub import LOOPBACK_HOSTS, create_app
+from spangrad.store.hub import LOOPBACK_HOSTS, Beside, create_app
 from spangrad.store.keys import Keys
 from spangrad.tracer.access import is_loopback
 
@@ -32,6 +32,7 @@ def serve(
     port: int = DEFAULT_PORT,
     keys: Keys | None = None,
     on_ready: Callable[[str], None] | None = None,
+    beside: Beside | None = None,
 ) -> None:
     """Run a hub on a store file until SIGTERM or SIGINT.
 
@@ -41,6 +42,7 @@ def serve(
         port: Port; 0 takes a free one.
         keys: Who may do what; without, every caller is a trainer.
         on_ready: Called with the hub's URL once requests are answered.
+        beside: Run in a thread meanwhile; it is to return soon when the event is set.
 
     Raises ConfigError for an open address without keys, PortInUseError if the address is taken,
     StoreError if the database met a fatal error.
@@ -54,7 +56,9 @@ def serve(
         name = f"[{host}]" if ":" in host else host
         url = f"http://{name}:{listener.getsockname()[1]}"
         hosts = LOOPBACK_HOSTS | {host.strip("[]").lower()} if is_loopback(host) else None
-        app = create_app(store, keys=keys, allowed_hosts=hosts, on_invalidated=lambda: server.stop())
+        app = create_app(
+            store, keys=keys, allowed_hosts=hosts, on_invalidated=lambda: server.stop(), beside=beside
+        )
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=SHUTDOWN_S
         )

@@ -28,11 +28,12 @@ from spangrad.store.records import (
     Rollout,
     RolloutStatus,
     Span,
+    UnreadTrace,
     Update,
     UpdateSample,
 )
 
-Record = TypeVar("Record", Rollout, Reward, Update, Policy, UpdateSample)
+Record = TypeVar("Record", Rollout, Reward, Update, Policy, UpdateSample, UnreadTrace)
 
 SPANS_TYPE: Final = "application/x-spangrad-spans"
 LOGS_TYPE: Final = "application/x-spangrad-logs"
@@ -41,7 +42,7 @@ _SPANS_PER_FRAME: Final = 64
 _END: Final = _SIZE.pack(0) * 2
 
 
-def record_to_wire(record: Rollout | Reward | Update | Policy) -> dict[str, Any]:
+def record_to_wire(record: Rollout | Reward | Update | Policy | UnreadTrace) -> dict[str, Any]:
     """A record as a dict for `encode_json`."""
     return asdict(record)
 

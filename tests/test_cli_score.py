@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from spangrad.adapters import account_unread
 from spangrad.store import open_store
 from spangrad.store.records import Rollout
 from tests.command_line import listed, recorded, spangrad
@@ -47,6 +48,7 @@ def folder(tmp_path: Path) -> Path:
         for rollout in store.claim(worker="w", limit=6):
             store.put_otlp(recorded(rollout.rollout_id, int(rollout.task["n"])))
             store.finish(rollout.rollout_id, rollout.attempt)
+        account_unread(store)
     return tmp_path
 
 

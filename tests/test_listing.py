@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from spangrad.adapters import account_unread
 from spangrad.store import open_store
 from spangrad.store.file_store import FileStore
 from spangrad.store.records import Reward, Rollout, RolloutStatus
@@ -26,6 +27,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
         opened.put_otlp(recorded(rollout.rollout_id, number))
         opened.finish(rollout.rollout_id, rollout.attempt, output="4")
     opened.put_rewards([Reward("r-1", 1.0), Reward("r-2", 0.0)])
+    account_unread(opened)
     opened.close()
     return path
 
@@ -89,18 +91,16 @@ def test_ingested_calls_have_a_rollout_and_can_be_cloned_without_a_reward(tmp_pa
     assert row["rollout_id"] == (7).to_bytes(16, "big").hex()
 
 
-def test_calls_without_a_rollout_are_cloned_by_trace(tmp_path: Path) -> None:
+def test_spans_that_came_live_are_listed_like_ingested_ones(tmp_path: Path) -> None:
     target = str(tmp_path / "live.duckdb")
     with FileStore(target) as live:  # as spans come in at a hub
         live.put_otlp(recorded(None, 7))
-    refused = spangrad("transitions", "--store", target)
-    assert refused.returncode == 1
-    assert "1 model calls" in refused.stderr
-    assert "`spangrad transitions --clone`" in refused.stderr
     (row,) = listed("transitions", "--store", target, "--clone", "--json")
     assert row["rollout_id"] == (7).to_bytes(16, "big").hex()
     assert row["token_ids"] == PROMPT + SAMPLED
     assert row["advantages"][4:] == [1.0] * 3
+    (rollout,) = listed("rollouts", "--store", target, "--json")
+    assert (rollout["split"], rollout["calls"]) == ("recorded", 1)
 
 
 def test_calls_that_are_text_need_a_tokenizer_to_be_cloned(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ class Database:
         self._lock = threading.RLock()
         self._cursors: weakref.WeakSet[duckdb.DuckDBPyConnection] = weakref.WeakSet()
         self._is_closed = False
+        self._last_stamp = 0
         _check_path(self.path, read_only)
         _register(self.path)
         try:
@@ -132,6 +133,11 @@ class Database:
             with self._lock:
                 self._cursors.discard(cursor)
                 cursor.close()
+
+    def stamp(self) -> int:
+        """Unix time, ns, later than all that were given before, whatever the clock does; in a transaction."""
+        self._last_stamp = max(time.time_ns(), self._last_stamp + 1)
+        return self._last_stamp
 
     def check_writable(self) -> None:
         """Raise StoreError if the file was opened for reading."""

@@ -33,9 +33,11 @@ _SPANS: Final = (
     f"s.attributes->>'{c.OPERATION_NAME}' AS operation, s.attributes->>'{c.SPAN_ROLE}' AS role, "
     f"s.attributes->>'{c.RESPONSE_ID}' AS response_id, "
     "EXISTS (SELECT 1 FROM calls WHERE call_id = s.trace_id || '-' || s.span_id) AS is_call "
-    "FROM spans s LEFT JOIN sessions n ON n.trace_id = s.trace_id"
+    "FROM spans s LEFT JOIN sessions n ON n.trace_id = s.trace_id "
+    "AND n.trace_id NOT IN (SELECT trace_id FROM unread_traces)"
 )
-"""A call that only an adapter knows as one is in `calls` by the time that its trace gets a rollout."""
+"""A trace without a rollout of its own is judged once it was read: only then is a call that an adapter alone
+knows in `calls`."""
 
 
 def is_rewarded(operation: Any, role: Any) -> bool:
@@ -64,8 +66,13 @@ def reward_by_spans(con: duckdb.DuckDBPyConnection, fresh: Sequence[Span], trace
 
 def reward_by_sessions(con: duckdb.DuckDBPyConnection, trace_ids: Sequence[str]) -> int:
     """Store what earlier records give, now that these traces are of a rollout."""
-    if not trace_ids or not has_evaluations(con):
-        return 0
+    if trace_ids and has_evaluations(con):
+        return reward_by_traces(con, trace_ids)
+    return 0
+
+
+def reward_by_traces(con: duckdb.DuckDBPyConnection, trace_ids: Sequence[str]) -> int:
+    """Store what earlier records give to the calls of these traces, now that they were read."""
     told = con.execute(
         f"SELECT DISTINCT attributes->>'{c.RESPONSE_ID}' FROM spans WHERE trace_id IN (SELECT unnest(?))",
         [list(trace_ids)],

@@ -18,6 +18,7 @@ from spangrad.errors import StoreError
 from spangrad.store.records import Policy, Update, UpdateSample
 from spangrad.store.schema import CALLS, METRICS, POLICIES, UPDATE_SAMPLES, UPDATES
 from spangrad.store.tables.rows import insert_rows, select_dicts
+from spangrad.store.tables.unread import changed_since
 
 
 def commit_update(con: duckdb.DuckDBPyConnection, update: Update) -> bool:
@@ -136,8 +137,16 @@ def select_policies(con: duckdb.DuckDBPyConnection, run_id: str | None) -> list[
     return [Policy(**row) for row in rows]
 
 
-def put_calls(con: duckdb.DuckDBPyConnection, rows: Sequence[Mapping[str, Any]]) -> int:
-    """Store call summaries by `call_id`; a later one replaces an earlier one."""
+def put_calls(
+    con: duckdb.DuckDBPyConnection,
+    rows: Sequence[Mapping[str, Any]],
+    read: Mapping[str, int | None] | None = None,
+) -> int:
+    """Store call summaries by `call_id`; later ones replace earlier ones. Returns how many are others now.
+
+    With `read` (trace id -> `changed_ns` in `unread_traces`, None if it was not there), these are all calls
+    of these traces: others are removed, and traces that are not as they were are left as they are.
+    """
     names = {column.name for column in CALLS.columns}
     required = {column.name for column in CALLS.columns if not column.nullable}
     for row in rows:
@@ -149,4 +158,17 @@ def put_calls(con: duckdb.DuckDBPyConnection, rows: Sequence[Mapping[str, Any]])
                 f"the table `calls` has {sorted(names)}"
             )
     latest = {row["call_id"]: row for row in rows}
+    if read is not None:
+        changed = changed_since(con, read)
+        latest = {call_id: row for call_id, row in latest.items() if row["trace_id"] not in changed}
+        kept = _stored_calls(con, [trace_id for trace_id in read if trace_id not in changed])
+        if gone := list(kept.keys() - latest.keys()):
+            for table in ("calls", "call_keys"):
+                con.execute(f"DELETE FROM {table} WHERE call_id IN (SELECT unnest(?))", [gone])
+        latest = {call_id: row for call_id, row in latest.items() if kept.get(call_id) != row}
     return insert_rows(con, CALLS, list(latest.values()), conflict="replace")
+
+
+def _stored_calls(con: duckdb.DuckDBPyConnection, trace_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    sql = "SELECT * FROM calls WHERE trace_id IN (SELECT unnest(?::VARCHAR[]))"
+    return {row["call_id"]: row for row in select_dicts(con, sql, [list(trace_ids)])}

@@ -60,6 +60,7 @@ def join_traces(con: duckdb.DuckDBPyConnection, groups: Sequence[Sequence[str]])
         for table in ("sessions", "rewards", "calls"):
             con.execute(f"UPDATE {table} SET rollout_id = ? WHERE rollout_id = ?", [new, old])
         con.execute("DELETE FROM rollouts WHERE is_recorded AND rollout_id = ?", [old])
+    _record(con, sorted(set(sessions.values()) | set(moved.values())))
     if changed:
         con.execute(
             "UPDATE calls SET rollout_id = s.rollout_id FROM sessions s "
@@ -67,7 +68,6 @@ def join_traces(con: duckdb.DuckDBPyConnection, groups: Sequence[Sequence[str]])
             "AND calls.trace_id IN (SELECT unnest(?))",
             [list(changed)],
         )
-        _record(con, sorted(set(changed.values()) | set(moved.values())))
         reward_by_sessions(con, list(changed))
     return len(changed)
 
@@ -151,8 +151,9 @@ def _record(con: duckdb.DuckDBPyConnection, rollout_ids: Sequence[str]) -> None:
         if rollout_id in known:
             con.execute(
                 "UPDATE rollouts SET started_ns = ?, ended_ns = ?, status = ?, error = ? "
-                "WHERE rollout_id = ? AND is_recorded",
-                [start_ns, end_ns, *_outcome(code, message), rollout_id],
+                "WHERE rollout_id = ? AND is_recorded "
+                "AND (started_ns, ended_ns, status, error) IS DISTINCT FROM (?, ?, ?, ?)",
+                [*(said := (start_ns, end_ns, *_outcome(code, message))), rollout_id, *said],
             )
     rows = [
         {

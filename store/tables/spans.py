@@ -5,34 +5,24 @@ rewards. Invariants: a batch is stored whole or not at all; a span that is known
 ignored; reading gives back what came, plus the derived `rollout_id` and `attempt`.
 """
 
-import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import duckdb
 
 from spangrad.store.encoding import encode_json
-from spangrad.store.records import Reward, RewardAuthor, Span, SpanEvent
+from spangrad.store.records import Span
 from spangrad.store.schema import MESSAGES, SPANS
 from spangrad.store.tables.compact import Compactor
 from spangrad.store.tables.database import Database
-from spangrad.store.tables.evaluations import has_evaluations, is_rewarded, reward_by_spans
-from spangrad.store.tables.expand import (
-    BASE_COLUMNS,
-    Expander,
-    Row,
-    events_from_json,
-    row_key,
-    span_from_row,
-)
-from spangrad.store.tables.lineage import Admission, Key, Lineage, Owner
+from spangrad.store.tables.evaluations import has_evaluations, reward_by_spans
+from spangrad.store.tables.expand import BASE_COLUMNS, Expander, Row, row_key, span_from_row
+from spangrad.store.tables.lineage import Admission, Lineage, Owner
 from spangrad.store.tables.queue import record_rollouts
 from spangrad.store.tables.rewards import insert_rewards
 from spangrad.store.tables.rows import insert_rows, select_dicts
-from spangrad.tracer import conventions
-
-logger = logging.getLogger(__name__)
+from spangrad.store.tables.span_rewards import event_rewards
+from spangrad.store.tables.unread import touch
 
 READ_ROWS = 1000
 
@@ -51,6 +41,12 @@ class SpanWriter:
     def await_judged(self) -> None:
         """From now on, look for records that judge the spans that come."""
         self._are_judged = True
+
+    def are_judged(self, con: duckdb.DuckDBPyConnection) -> bool:
+        """Whether log records in the file may judge spans."""
+        if self._are_judged is None:
+            self._are_judged = has_evaluations(con)
+        return self._are_judged
 
     def put(self, batches: Sequence[Sequence[Span]]) -> list[int]:
         """Store batches in one transaction. Returns how many spans of each were new."""
@@ -81,12 +77,11 @@ class SpanWriter:
         messages = [{"message_id": key, "content": content} for key, content in contents.items()]
         insert_rows(con, MESSAGES, messages, conflict="ignore")
         _settle(con, admission)
+        touch(con, (span.trace_id for span in spans), self._database.stamp())
         owned = [(span, admission.owners.get((span.trace_id, span.span_id))) for span in fresh]
         record_rollouts(con, [(span, owner) for span, owner in owned if owner])
-        insert_rewards(con, _event_rewards(con, fresh, admission))
-        if self._are_judged is None:
-            self._are_judged = has_evaluations(con)
-        if self._are_judged and (fresh or admission.settled_earlier):
+        insert_rewards(con, event_rewards(con, fresh, admission))
+        if (fresh or admission.settled_earlier) and self.are_judged(con):
             reward_by_spans(con, fresh, [trace_id for trace_id, _ in admission.settled_earlier])
         return admission.is_new
 
@@ -135,58 +130,6 @@ def _settle(con: duckdb.DuckDBPyConnection, admission: Admission) -> None:
             "WHERE trace_id = ? AND span_id IN (SELECT unnest(?))",
             [rollout_id, attempt, trace_id, span_ids],
         )
-
-
-def _event_rewards(
-    con: duckdb.DuckDBPyConnection, fresh: Sequence[Span], admission: Admission
-) -> list[tuple[Reward, str]]:
-    rewards: list[tuple[Reward, str]] = []
-    for span in fresh:
-        key = (span.trace_id, span.span_id)
-        if span.events and (owner := admission.owners.get(key)):
-            operation = span.attributes.get(conventions.OPERATION_NAME)
-            role = span.attributes.get(conventions.SPAN_ROLE)
-            rewards += _rewards_of(key, owner, is_rewarded(operation, role), span.events)
-    if admission.settled_earlier:
-        trace_ids = sorted({trace_id for trace_id, _ in admission.settled_earlier})
-        for row in con.execute(
-            "SELECT trace_id, span_id, attributes->>?, attributes->>?, events FROM spans "
-            "WHERE trace_id IN (SELECT unnest(?)) AND contains(events::VARCHAR, ?)",
-            [conventions.OPERATION_NAME, conventions.SPAN_ROLE, trace_ids, conventions.REWARD_EVENT],
-        ).fetchall():
-            if owner := admission.settled_earlier.get((row[0], row[1])):
-                events = events_from_json(row[4])
-                rewards += _rewards_of((row[0], row[1]), owner, is_rewarded(row[2], row[3]), events)
-    return rewards
-
-
-def _rewards_of(
-    key: Key, owner: Owner, is_its_own: bool, events: Sequence[SpanEvent]
-) -> list[tuple[Reward, str]]:
-    span = f"{key[0]}-{key[1]}"
-    found: list[tuple[Reward, str]] = []
-    for position, event in enumerate(events):
-        value = event.attributes.get(conventions.REWARD_VALUE)
-        if event.name != conventions.REWARD_EVENT or isinstance(value, bool):
-            continue
-        if isinstance(value, float) and not math.isfinite(value):
-            logger.warning(
-                "span %s: a reward of rollout %r is %r; only finite ones are kept", span, owner[0], value
-            )
-        elif isinstance(value, int | float):
-            explanation = event.attributes.get(conventions.REWARD_EXPLANATION)
-            reward = Reward(
-                rollout_id=owner[0],
-                value=float(value),
-                name=str(event.attributes.get(conventions.REWARD_NAME, "reward")),
-                call_id=span if is_its_own else None,
-                author=RewardAuthor.AGENT,
-                explanation=None if explanation is None else str(explanation),
-                attempt=owner[1],
-                time_ns=min(event.time_ns, 2**63 - 1),
-            )
-            found.append((reward, f"{span}:{position}"))
-    return found
 
 
 _SPANS = """

@@ -10,8 +10,9 @@ import pytest
 
 from spangrad.errors import SchemaVersionError, StoreError, StoreLockedError
 from spangrad.store import open_store
-from spangrad.store.file_store import FileStore, open_to_read
+from spangrad.store.file_store import FileStore
 from spangrad.store.migrations import MIGRATIONS, SCHEMA_VERSION, m001_initial, migrate
+from spangrad.store.reading import open_to_read
 from spangrad.store.schema import TABLES
 from spangrad.store.views import VIEWS
 from spangrad.tracer.spool import Spool
@@ -374,7 +375,7 @@ def test_a_spool_folder_is_taken_in_at_opening_and_on_demand(tmp_path: Path) -> 
 
 READER = """
 import sys
-from spangrad.store.file_store import open_to_read
+from spangrad.store.reading import open_to_read
 with open_to_read(sys.argv[1]) as store:
     print(store.stats()["spans"], flush=True)
     sys.stdin.read()

@@ -3,6 +3,7 @@ import socket
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -68,6 +69,11 @@ def test_a_hub_and_a_file_answer_alike(hub: HubProcess, tmp_path: Path) -> None:
             store.finish("alike-1", 0, status=RolloutStatus.FAILED, error_type="E", error="e")
             seen.append([store.put_otlp(request([*spans, unowned])), store.put_otlp(request(spans))])
             seen.append(list(store.spans(["alike-0"])))
+            unread = store.unread_traces(rollout_ids=["alike-0"], limit=3)
+            seen.append([(one.trace_id, list(one.rollout_ids)) for one in unread])
+            seen.append(store.put_calls([], read={one.trace_id: one.changed_ns for one in unread}))
+            seen.append(store.mark_read({one.trace_id: one.changed_ns for one in unread}))
+            seen.append(store.unread_traces(rollout_ids=["alike-0"]))
             seen.append(list(store.spans(trace_ids=["cd" * 16])))
             seen.append(
                 store.put_rewards([Reward("alike-0", 1.0, time_ns=9), Reward("alike-1", 0.0, time_ns=8)])
@@ -103,7 +109,7 @@ def test_a_hub_and_a_file_answer_alike(hub: HubProcess, tmp_path: Path) -> None:
     assert answers[0][-5:-3] == [1, [(RolloutStatus.QUEUED, 1, 2)] * 2]
 
 
-def test_traces_are_taken_as_protobuf_gzip_and_json(hub: HubProcess) -> None:
+def test_traces_are_taken_as_protobuf_compressed_and_json(hub: HubProcess) -> None:
     body = request([span(new_trace())])
     as_json = {
         "resourceSpans": [
@@ -113,10 +119,14 @@ def test_traces_are_taken_as_protobuf_gzip_and_json(hub: HubProcess) -> None:
     with httpx.Client(base_url=hub.url) as http:
         plain = http.post("/v1/traces", content=body, headers={"content-type": "application/x-protobuf"})
         packed = http.post("/v1/traces", content=gzip.compress(body), headers={"content-encoding": "gzip"})
+        deflated = http.post(
+            "/v1/traces", content=zlib.compress(body), headers={"content-encoding": "deflate"}
+        )
         text = http.post("/v1/traces", json=as_json)
         partial = http.post("/v1/traces", content=request([span("00" * 16)]))
-    assert [r.status_code for r in (plain, packed, text, partial)] == [200] * 4
-    assert [r.headers["x-spangrad-new-spans"] for r in (plain, packed, text, partial)] == ["1", "0", "1", "0"]
+    assert [r.status_code for r in (plain, packed, deflated, text, partial)] == [200] * 5
+    new = [r.headers["x-spangrad-new-spans"] for r in (plain, packed, deflated, text, partial)]
+    assert new == ["1", "0", "0", "1", "0"]
     assert ExportTraceServiceResponse.FromString(plain.content) == ExportTraceServiceResponse()
     assert ExportTraceServiceResponse.FromString(partial.content).partial_success.rejected_spans == 1
     assert text.json() == {}
@@ -124,6 +134,7 @@ def test_traces_are_taken_as_protobuf_gzip_and_json(hub: HubProcess) -> None:
 
 def test_bad_bodies_are_refused_with_a_reason(hub: HubProcess) -> None:
     big = gzip.compress(bytes(65 * 2**20), 1)
+    deflate = {"content-encoding": "deflate"}
     with httpx.Client(base_url=hub.url) as http:
         answers = [
             http.post("/v1/traces", content=b"\xff\xfe garbage"),
@@ -134,7 +145,9 @@ def test_bad_bodies_are_refused_with_a_reason(hub: HubProcess) -> None:
             http.post(
                 "/v1/traces", content=gzip.compress(b"x" * 99)[:-9], headers={"content-encoding": "gzip"}
             ),
+            http.post("/v1/traces", content=b"no zlib", headers=deflate),
             http.post("/v1/traces", content=big, headers={"content-encoding": "gzip"}),
+            http.post("/v1/traces", content=zlib.compress(bytes(65 * 2**20), 1), headers=deflate),
             http.post("/v1/traces", content=b"x", headers={"content-encoding": "br"}),
             http.post("/api/claim", content=b"nonsense"),
             http.post("/api/claim", json=["worker"]),
@@ -146,7 +159,7 @@ def test_bad_bodies_are_refused_with_a_reason(hub: HubProcess) -> None:
             http.post("/api/spans", json={"rollout_ids": 7}),
         ]
         assert http.get("/healthz").json()["status"] == "ok"
-    assert [r.status_code for r in answers] == [400, 400, 400, 400, 413, 415] + [400] * 8
+    assert [r.status_code for r in answers] == [400] * 5 + [413, 413, 415] + [400] * 8
     assert all(r.json()["error"] == "StoreError" and r.json()["message"] for r in answers)
 
 

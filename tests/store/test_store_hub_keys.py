@@ -76,6 +76,8 @@ def test_an_agent_can_send_spans_and_nothing_else(locked_hub: HubProcess, keys: 
             lambda: evaluator.put_policy(Policy("run", 1, "p")),
             lambda: evaluator.commit_update(Update("run", 0, 1, [], [], {}, "c")),
             lambda: evaluator.put_calls([]),
+            lambda: evaluator.mark_read({}),
+            lambda: agent.unread_traces(),
         ):
             with pytest.raises(PermissionDeniedError, match="key"):
                 refused()

@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-from spangrad.adapters.calls import calls_of, record_calls
+from spangrad.adapters.accounts import account_rollouts
 from spangrad.errors import RolloutError
 from spangrad.store.base import Store
 from spangrad.store.keys import Keys
@@ -127,7 +127,7 @@ def run_rollouts(
         if on_progress is not None:
             on_progress(len(ended) - len(waiting), len(ids))
         if not waiting:
-            record_calls(store, calls_of(store, ids))
+            account_rollouts(store, ids)
             return ended, reports
         if not any(_is_claimable(rollout) for rollout in waiting):
             held = {(rollout.rollout_id, rollout.attempt) for rollout in waiting}

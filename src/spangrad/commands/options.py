@@ -5,7 +5,7 @@ Importing this module loads nothing heavy; the functions do, when a command call
 
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import util
 from pathlib import Path
@@ -36,6 +36,7 @@ SqlOption = Annotated[
     str | None, typer.Option("--sql", help="Only rollouts in the column rollout_id of this SELECT.")
 ]
 RunOption = Annotated[str | None, typer.Option("--run", help="Only rollouts of this training run.")]
+RewardOption = Annotated[str, typer.Option("--reward", help="Name of the reward that counts.")]
 HostOption = Annotated[str, typer.Option("--host", help="Address to listen on.")]
 KeysOption = Annotated[
     Path | None,
@@ -64,6 +65,8 @@ def opened(
 ) -> "Iterator[Store]":
     """Open a store for one command, unless `to_write` beside others that read it.
 
+    Traces that nobody has read yet are read first; a hub does that by itself.
+
     Raises:
         StoreError: There is no such store (a command that only reads makes none), or it can't be opened.
     """
@@ -80,13 +83,27 @@ def opened(
 
         store = open_store(target, key)
     else:
-        from spangrad.store.file_store import open_to_read
+        from spangrad.store.reading import open_to_read
 
-        store = open_to_read(target)
+        store = open_to_read(target, read_traces=_read_traces)
     try:
+        if to_write and not is_hub(target):
+            _read_traces(store)
         yield store
     finally:
         store.close()
+
+
+def _read_traces(store: "Store") -> None:
+    from spangrad.adapters.accounts import account_unread
+
+    account_unread(store)
+
+
+def other_names(reward: str, others: Mapping[str, int]) -> str:
+    """What else than this reward was given, and how it can be asked for."""
+    told = ", ".join(f"{name!r} ({count} rollouts)" for name, count in others.items())
+    return f"what counts is the reward {reward!r}; others that were given: {told}; --reward NAME asks for one"
 
 
 def require(purpose: str, *extras: str) -> None:

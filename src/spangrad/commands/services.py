@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,15 +59,27 @@ def hub(
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 4318,
     keys: KeysOption = None,
+    read_after: Annotated[
+        float,
+        typer.Option(
+            "--read-after",
+            min=0.0,
+            help="Read the calls of a trace when nothing came of it for so many seconds.",
+        ),
+    ] = 3.0,
 ) -> None:
     """Serve a store over HTTP: spans in (OTLP), rollout queue, rewards, queries.
 
     One process owns the DuckDB file; agents, workers and trainers talk to
     it. Without --keys it listens on this machine only and every caller may
     do everything.
+
+    Any OpenTelemetry SDK or Collector can send here. Beside, calls are read
+    out of what came, graded, and joined to rollouts where none is named.
     """
     if is_hub(store):
         raise ConfigError(f"--store is {store!r}, the address of another hub; a hub needs a file")
+    from spangrad.adapters.accounts import keep_accounts
     from spangrad.store.serve import serve
 
     log_to_stderr()
@@ -76,6 +89,7 @@ def hub(
         port=port,
         keys=_keys(keys),
         on_ready=lambda url: note(f"spangrad: hub at {url}, store {store}"),
+        beside=partial(keep_accounts, quiet_s=read_after),
     )
 
 
