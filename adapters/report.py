@@ -1,11 +1,13 @@
 """What a store's calls can train, and what to change where they were recorded so that they can train more.
 
-Counts come from the tables `calls` and `rollouts` and the view `outcomes`, so a report costs one pass over
-summaries, whatever the size of the spans. Knows grades, objectives and reasons; reads no span.
+Counts come from the tables `calls` and `rollouts` and the view `trusted_rewards`, so a report costs one pass
+over summaries, whatever the size of the spans. Knows grades, objectives and reasons; reads no span.
 
 Invariants:
 * every call of purpose `agent` is counted once in `grades`, and in each objective that its grade allows;
-* a reason without advice is still shown, with its count.
+* a reason without advice is still shown, with its count;
+* a rollout has a reward where credit sees one: given for the rollout, or for every call of it that acts;
+* traces whose calls are not in the tables yet are counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +16,7 @@ from typing import Any, Final
 
 from spangrad.adapters.model_call import Grade
 from spangrad.store.base import Store
+from spangrad.store.records import DEFAULT_REWARD
 
 OBJECTIVES: Final = (
     ("reinforcement learning", (Grade.EXACT,), True),
@@ -135,19 +138,34 @@ SELECT split_part(reason, ': ', 1) AS reason, count(DISTINCT call_id) AS calls, 
 FROM (SELECT call_id, unnest(grade_reasons) AS reason FROM calls WHERE purpose = 'agent')
 GROUP BY ALL ORDER BY calls DESC, reason
 """
-_OBJECTIVE_SQL: Final = """
+_REWARDED: Final = """
+WITH acting AS (
+  SELECT rollout_id, attempt, count(*) AS calls FROM calls
+  WHERE purpose = 'agent' AND grade <> 'unusable' GROUP BY ALL),
+rewarded AS (
+  SELECT t.rollout_id FROM trusted_rewards t JOIN rollouts r USING (rollout_id)
+  LEFT JOIN acting a ON a.rollout_id = r.rollout_id AND a.attempt = r.attempt
+  WHERE t.name = $reward GROUP BY t.rollout_id, a.calls
+  HAVING bool_or(t.call_id IS NULL) OR count(*) >= a.calls)
+"""
+_OBJECTIVE_SQL: Final = f"""{_REWARDED}
 SELECT count(*) AS calls, count(DISTINCT c.rollout_id) AS rollouts,
   coalesce(sum(c.sampled_tokens), 0)::BIGINT AS sampled_tokens
 FROM calls c WHERE c.purpose = 'agent' AND c.grade IN (SELECT unnest($grades))
-  AND (NOT $rewarded OR c.rollout_id IN (SELECT rollout_id FROM rewards WHERE author <> 'agent'))
+  AND (NOT $needed OR c.rollout_id IN (SELECT rollout_id FROM rewarded))
 """
 _DIALECTS_SQL: Final = """
 SELECT dialect, grade, count(*) AS calls FROM calls GROUP BY ALL ORDER BY calls DESC, dialect, grade
 """
-_ROLLOUTS_SQL: Final = """
-SELECT count(*) AS rollouts, count(*) FILTER (rollout_id IN
-  (SELECT rollout_id FROM rewards WHERE author <> 'agent')) AS rewarded,
+_ROLLOUTS_SQL: Final = f"""{_REWARDED}
+SELECT count(*) AS rollouts, count(*) FILTER (rollout_id IN (SELECT rollout_id FROM rewarded)) AS rewarded,
   count(*) FILTER (status = 'failed') AS failed FROM rollouts
+"""
+
+
+_OTHERS_SQL: Final = """
+SELECT name, count(DISTINCT rollout_id) AS rollouts FROM trusted_rewards WHERE name <> ?
+GROUP BY name ORDER BY rollouts DESC, name
 """
 
 
@@ -180,7 +198,7 @@ class StoreReport:
 
     rollouts: int
     rewarded_rollouts: int
-    """With a reward that the policy could not have given itself."""
+    """With the reward that was asked for, given by somebody whom the policy can't reach."""
     failed_rollouts: int
     calls: int
     """Of purpose `agent`: the ones that can be trained at all."""
@@ -190,15 +208,22 @@ class StoreReport:
     dialects: Sequence[Mapping[str, Any]]
     objectives: Sequence[Objective]
     reasons: Sequence[Reason]
+    reward: str
+    """Name of the reward that was asked for."""
+    other_rewards: Mapping[str, int]
+    """Rollouts by name of another trusted reward that they, or calls of them, have."""
+    unread_traces: int
+    """Traces whose newest spans are not in these counts yet."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object."""
         return asdict(self)
 
 
-def report(store: Store) -> StoreReport:
-    """Count what a store's calls can train. Calls that were never normalised are not in it."""
-    (rollouts,) = store.query(_ROLLOUTS_SQL)
+def report(store: Store, *, reward: str = DEFAULT_REWARD) -> StoreReport:
+    """Count what a store's calls can train, by the reward of that name."""
+    (rollouts,) = store.query(_ROLLOUTS_SQL, {"reward": reward})
+    (unread,) = store.query("SELECT count(DISTINCT trace_id) AS traces FROM unread_traces")
     grades = {row["grade"]: row["calls"] for row in store.query(_GRADES_SQL)}
     others = store.query("SELECT purpose, count(*) AS calls FROM calls WHERE purpose <> 'agent' GROUP BY ALL")
     return StoreReport(
@@ -209,16 +234,26 @@ def report(store: Store) -> StoreReport:
         other_calls={row["purpose"]: row["calls"] for row in others},
         grades={grade: grades[grade] for grade in Grade if grade in grades},
         dialects=store.query(_DIALECTS_SQL),
-        objectives=[_objective(store, *objective) for objective in OBJECTIVES],
+        objectives=[_objective(store, reward, *objective) for objective in OBJECTIVES],
         reasons=[
             Reason(row["reason"], row["calls"], row["example"], ADVICE.get(row["reason"]))
             for row in store.query(_REASONS_SQL)
         ],
+        reward=reward,
+        other_rewards=other_rewards(store, reward),
+        unread_traces=unread["traces"],
     )
 
 
-def _objective(store: Store, name: str, grades: Sequence[Grade], needs_reward: bool) -> Objective:
-    given = {"grades": [str(grade) for grade in grades], "rewarded": needs_reward}
+def other_rewards(store: Store, reward: str) -> dict[str, int]:
+    """Rollouts by name of a trusted reward that is not this one."""
+    return {row["name"]: row["rollouts"] for row in store.query(_OTHERS_SQL, [reward])}
+
+
+def _objective(
+    store: Store, reward: str, name: str, grades: Sequence[Grade], needs_reward: bool
+) -> Objective:
+    given = {"grades": [str(grade) for grade in grades], "needed": needs_reward, "reward": reward}
     (row,) = store.query(_OBJECTIVE_SQL, given)
     needs = f"{'/'.join(grades)}{', a reward' if needs_reward else ''}"
     return Objective(name, needs, row["rollouts"], row["calls"], row["sampled_tokens"])

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from spangrad.adapters.model_call import Grade, ModelCall, Purpose
-from spangrad.store.records import Reward, RewardAuthor, Rollout
+from spangrad.credit.transitions import trajectory_of
+from spangrad.store.records import DEFAULT_REWARD, Reward, RewardAuthor, Rollout
 
 DEFAULT_AUTHORS: Final = (str(RewardAuthor.EVALUATOR), str(RewardAuthor.OPERATOR))
-DEFAULT_WEIGHTS: Final[Mapping[str, float]] = {"reward": 1.0}
+DEFAULT_WEIGHTS: Final[Mapping[str, float]] = {DEFAULT_REWARD: 1.0}
 PRECEDENCE: Final = (RewardAuthor.AGENT, RewardAuthor.EVALUATOR, RewardAuthor.OPERATOR)
 """Weakest first."""
 
@@ -88,6 +89,21 @@ def rewards_of(
         if call_id is not None:
             steps[call_id] = steps.get(call_id, 0.0) + wanted[name] * value
     return RolloutRewards(sum(known) if len(known) == len(wanted) and known else None, steps)
+
+
+def total_reward(
+    rollout: Rollout,
+    given: Sequence[Reward],
+    calls: Sequence[ModelCall],
+    *,
+    authors: Sequence[str] = DEFAULT_AUTHORS,
+    weights: Mapping[str, float] | None = None,
+) -> float | None:
+    """What credit takes a rollout to be worth: `Trajectory.total_reward` of its calls and rewards."""
+    rewards = rewards_of(rollout, given, calls, authors=authors, weights=weights)
+    return trajectory_of(
+        calls, rewards.outcome, rollout_id=rollout.rollout_id, step_rewards=rewards.steps
+    ).total_reward
 
 
 def _acts(call: ModelCall) -> bool:

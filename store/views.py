@@ -73,6 +73,19 @@ LINEAGE = View(
     """,
 )
 
+TRUSTED_REWARDS = View(
+    "trusted_rewards",
+    "What counts by default: of the current attempt, by evaluator or operator. One row a rollout, call and "
+    "name: the last one given, an operator's before an evaluator's.",
+    """
+    SELECT w.rollout_id, w.call_id, w.name,
+      arg_max(w.value, (w.author = 'operator', w.time_ns, w.rowid)) AS value
+    FROM rewards w
+    JOIN rollouts r ON r.rollout_id = w.rollout_id AND r.attempt = coalesce(w.attempt, r.attempt)
+    WHERE w.author <> 'agent' GROUP BY ALL
+    """,
+)
+
 OUTCOMES = View(
     "outcomes",
     "One rollout with the last trusted reward of each name, its calls and tokens.",
@@ -82,12 +95,8 @@ OUTCOMES = View(
       r.consumed_run, r.consumed_by, make_timestamp_ns(r.started_ns) AS started
     FROM rollouts r
     LEFT JOIN (
-      SELECT rollout_id, attempt, map_from_entries(list({'k': name, 'v': value} ORDER BY name)) AS rewards
-      FROM (
-        SELECT rollout_id, coalesce(attempt, 0) AS attempt, name,
-          arg_max(value, (time_ns, reward_id)) AS value
-        FROM rewards WHERE call_id IS NULL AND author <> 'agent' GROUP BY ALL)
-      GROUP BY ALL) w ON w.rollout_id = r.rollout_id AND w.attempt = r.attempt
+      SELECT rollout_id, map_from_entries(list({'k': name, 'v': value} ORDER BY name)) AS rewards
+      FROM trusted_rewards WHERE call_id IS NULL GROUP BY ALL) w ON w.rollout_id = r.rollout_id
     LEFT JOIN (
       SELECT rollout_id, attempt, count(*) AS calls, sum(sampled_tokens)::BIGINT AS sampled_tokens,
         max_by(grade, list_position(['exact', 'ids', 'text', 'unusable'], grade)) AS worst_grade
@@ -109,4 +118,4 @@ GRADES = View(
     """,
 )
 
-VIEWS = (STEPS, TOOLS, TOOL_ERRORS, LINEAGE, OUTCOMES, GRADES)
+VIEWS = (STEPS, TOOLS, TOOL_ERRORS, LINEAGE, TRUSTED_REWARDS, OUTCOMES, GRADES)

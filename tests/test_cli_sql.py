@@ -10,6 +10,9 @@ import pytest
 
 from spangrad.adapters import ingest
 from spangrad.store import open_store
+from spangrad.store.file_store import FileStore
+from spangrad.store.records import Reward
+from tests.command_line import ingested, listed, recorded, spangrad
 
 MULTI_TURN = Path(__file__).parent / "adapters" / "fixtures" / "genai_openai" / "multi_turn.otlp.jsonl"
 
@@ -62,3 +65,33 @@ def test_a_report_says_what_can_be_trained_and_what_to_change(store):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "behaviour cloning\texact/ids/text\t1\t4\t0" in done.stdout
     assert "4\tno token ids\trecord below the SDK" in done.stdout
+
+
+def test_a_report_counts_the_reward_that_is_asked_for_and_names_the_others(tmp_path):
+    target = ingested(tmp_path, recorded(None, 7))
+    with FileStore(target) as opened:
+        [rollout] = opened.rollouts()
+        opened.put_rewards([Reward(rollout.rollout_id, 1.0, name="style")])
+    done = spangrad("report", "--store", target)
+    assert "0 with the trusted reward 'reward'" in done.stdout
+    assert "others that were given: 'style' (1 rollouts); --reward NAME asks for one" in done.stderr
+    asked = spangrad("report", "--store", target, "--reward", "style")
+    assert "1 with the trusted reward 'style'" in asked.stdout
+    assert asked.stderr == ""
+    (row,) = listed("transitions", "--store", target, "--reward", "style", "--json")
+    assert row["rollout_id"] == rollout.rollout_id
+    unrewarded = spangrad("transitions", "--store", target)
+    assert "others that were given: 'style'" in unrewarded.stderr
+    out = (
+        "export",
+        str(tmp_path / "out"),
+        "-f",
+        "messages",
+        "--store",
+        target,
+        "--min-reward",
+        "1",
+        "--json",
+    )
+    (card,) = listed(*out, "--reward", "style")
+    assert (card["splits"]["train"]["rollouts"], card["filters"]["reward"]) == (1, "style")

@@ -51,7 +51,7 @@ def main() -> None:
 
     # The rows become spans and model calls, the scores become rewards. What can be trained, and why not more?
     spangrad("ingest", *options.paths, "--store", store)
-    spangrad("report", "--store", store)
+    spangrad("report", "--store", store, "--reward", options.score)
 
     with open_store(store, read_only=True) as opened:
         # Only what is known to be good is imitated: a trace that nobody scored is left out, too.

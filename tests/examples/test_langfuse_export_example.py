@@ -95,7 +95,7 @@ def test_every_exchange_is_a_call_that_can_be_cloned_and_every_trace_a_rollout(r
 def test_report_says_what_can_be_trained(ran: Ran) -> None:
     scored = len(ran.rows("scores.jsonl"))
     assert scored == TRACES * 9 // 10
-    assert f"{TRACES} rollouts, {scored} with a trusted reward, 0 failed" in ran.printed
+    assert f"{TRACES} rollouts, {scored} with the trusted reward 'right', 0 failed" in ran.printed
     table = [line.split("\t") for line in ran.printed.splitlines()]
     can_train = {line[0]: int(line[2]) for line in table if len(line) == 5 and line[2].isdigit()}
     assert can_train["behaviour cloning"] == TRACES

@@ -16,7 +16,9 @@ from spangrad.adapters.datasets.otlp import write_copy
 from spangrad.adapters.datasets.scanning import Scanner
 from spangrad.adapters.datasets.selecting import Filters, Refused, Selection, select
 from spangrad.adapters.datasets.tables import columns
+from spangrad.adapters.report import other_rewards
 from spangrad.commands.filters import rollouts_named_by
+from spangrad.commands.options import other_names
 from spangrad.commands.output import progress_bar
 from spangrad.commands.transition_files import Credit, TransitionWriter, outcomes_by
 from spangrad.errors import EmptyBatchError
@@ -81,7 +83,7 @@ def write_dataset(folder: Path, store: Store, order: Order) -> Card:
         sides, refused = {"all": side}, Refused()
     else:
         with progress_bar("choosing") as progress:
-            outcomes = outcomes_by(store, order.credit.authors)
+            outcomes = outcomes_by(store, order.credit.authors, order.credit.reward)
             selection = select(store, wanted, order.filters, outcomes, progress)
         sides, refused = _write(folder, store, order, selection, wanted, scanner), selection.refused
     card = Card(
@@ -142,6 +144,7 @@ def _told(order: Order) -> dict[str, Any]:
         "run": order.run,
         **filters,
         "authors": list(order.credit.authors),
+        "reward": order.credit.reward,
         "clone": order.credit.config is None,
         "keep_secrets": order.keep_secrets or order.is_copy,
     }
@@ -155,6 +158,8 @@ def _notes(store: Store, order: Order, sides: Mapping[str, Side]) -> tuple[str, 
     thought = sum(side.with_reasoning for side in sides.values())
     if thought and form is not None and form.drops_reasoning:
         notes.append(f"reasoning of {thought} calls is left out: the format has no place for it")
+    if order.credit.config is not None and (others := other_rewards(store, order.credit.reward)):
+        notes.append(other_names(order.credit.reward, others))
     if "heldout" in sides:
         notes.append("tasks are held out by the hash of their key; a task never changes its side")
     if order.is_of_everything:

@@ -14,6 +14,7 @@ from spangrad.commands.options import (
     DEFAULT_STORE,
     JsonOption,
     KeyOption,
+    RewardOption,
     RolloutsOption,
     RunOption,
     SqlOption,
@@ -24,6 +25,7 @@ from spangrad.commands.options import (
 )
 from spangrad.commands.output import note, print_json, print_rows
 from spangrad.errors import ConfigError
+from spangrad.store.records import DEFAULT_REWARD
 
 if TYPE_CHECKING:
     from spangrad.adapters.datasets.card import Card
@@ -85,6 +87,7 @@ def export(
         list[str] | None,
         typer.Option("--author", help="Whose rewards count: evaluator, operator, agent; several times."),
     ] = None,
+    reward: RewardOption = DEFAULT_REWARD,
     clone: Annotated[
         bool, typer.Option("--clone", help="Transitions without rewards: advantage 1 everywhere.")
     ] = False,
@@ -124,7 +127,7 @@ def export(
         raise ConfigError(
             f"{form.value} copies what came in; only --sql, --rollout and --run choose among it"
         )
-    credit = _credit(config, author, tokenizer, clone=clone)
+    credit = _credit(config, author, reward, tokenizer, clone=clone)
     grade = min_grade or _default_grade(config, credit, is_text=form.value != TRANSITIONS)
     known = FORMATS.get(form.value)
     filters = Filters(
@@ -142,7 +145,7 @@ def export(
 
 
 def _credit(
-    config: Path | None, author: list[str] | None, tokenizer: Path | None, *, clone: bool
+    config: Path | None, author: list[str] | None, reward: str, tokenizer: Path | None, *, clone: bool
 ) -> "Credit":
     from spangrad.commands.transition_files import Credit
     from spangrad.credit.assign import CreditConfig
@@ -160,10 +163,10 @@ def _credit(
         if not clone:
             raise ConfigError("--tokenizer is for --clone only: calls without the engine's ids get no credit")
         require("`spangrad export --tokenizer`", "train")
-        from spangrad.commands.traces import renderer
+        from spangrad.commands.rendering import renderer
 
         render = renderer(tokenizer)
-    return Credit(None if clone else credit, author or authors, render)
+    return Credit(None if clone else credit, author or authors, reward, render)
 
 
 def _default_grade(config: Path | None, credit: "Credit", *, is_text: bool) -> MinGrade:

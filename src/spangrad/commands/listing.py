@@ -12,15 +12,18 @@ from spangrad.commands.options import (
     DEFAULT_STORE,
     JsonOption,
     KeyOption,
+    RewardOption,
     RolloutsOption,
     RunOption,
     StoreOption,
     opened,
+    other_names,
     require,
 )
 from spangrad.commands.output import note, print_json, print_rows
-from spangrad.commands.traces import calls_without_rollout, clone_traces, renderer
-from spangrad.errors import ConfigError, StoreError
+from spangrad.commands.rendering import renderer
+from spangrad.errors import ConfigError
+from spangrad.store.records import DEFAULT_REWARD
 
 if TYPE_CHECKING:
     from spangrad.adapters.model_call import ModelCall
@@ -132,6 +135,7 @@ def transitions(
         ),
     ] = None,
     author: AuthorOption = None,
+    reward: RewardOption = DEFAULT_REWARD,
     min_grade: Annotated[
         str | None,
         typer.Option("--min-grade", help="Worst grade to train: exact (as a run does) or ids (default)."),
@@ -155,29 +159,20 @@ def transitions(
     Advantages compare a rollout with its whole group, and weights are those
     in the update that trained on it, also where only one rollout is asked for.
     The action mask is true exactly where the policy
-    sampled the token. What is not trained is counted with its reason. Calls
-    that name no rollout and were not ingested can be cloned: with --clone,
-    each of their traces counts as a rollout, if no rollouts are asked for.
+    sampled the token. What is not trained is counted with its reason.
     """
+    from spangrad.adapters.report import other_rewards
     from spangrad.credit import row_to_json
     from spangrad.credit.assign import CreditConfig
     from spangrad.credit.pipeline import credited_rows
     from spangrad.credit.rewards import DEFAULT_AUTHORS
-    from spangrad.credit.transitions import weigh
 
     check_authors(author or ())
     render = _render(tokenizer, clone=clone)
     settings = None if config is None else _settings(config)
     grade = "text" if render is not None else min_grade or ("ids" if settings is None else "exact")
     with opened(store, key) as opened_store:
-        has_rollouts = bool(opened_store.rollouts(limit=1))
-        is_all = not (rollout or run or split)
-        stray = calls_without_rollout(opened_store) if is_all and (clone or not has_rollouts) else []
-        if stray and not clone:
-            raise StoreError(_of_no_rollout(store, stray))
-        wanted: list[Rollout] = []
-        if has_rollouts or not stray:
-            wanted = rollouts_that_fit(opened_store, store, rollouts=rollout, run=run, split=split)
+        wanted = rollouts_that_fit(opened_store, store, rollouts=rollout, run=run, split=split)
         if not (rollout or split):
             wanted = trained_on(wanted, clone=clone)
         credit = CreditConfig() if settings is None else settings.credit
@@ -190,18 +185,15 @@ def transitions(
                 None if clone else credit,
                 min_grade=grade,
                 authors=author or authors,
+                reward_weights={reward: 1.0},
                 aggregation="rollout-token-mean" if settings is None else settings.rollout.aggregation,
                 render=render,
             )
             for part in compared
         ]
-        if stray:
-            batches.append(clone_traces(opened_store, stray, min_grade=grade, render=render))
+        others = {} if clone else other_rewards(opened_store, reward)
     every = [row for one in batches for row in one.rows]
-    if stray:
-        every = weigh(every)
-    splits: dict[str, str | None] = {found.rollout_id: found.split for found in wanted}
-    splits |= dict.fromkeys(call.trace_id for call in stray)
+    splits = {found.rollout_id: found.split for found in wanted}
     shown = [row for row in every if row.rollout_id in splits]
     rows = [{"split": splits[row.rollout_id], **row_to_json(row)} for row in shown]
     if as_json:
@@ -210,6 +202,8 @@ def transitions(
         print_rows(_TRANSITION_COLUMNS, [_summary(row) for row in rows], right=_TRANSITION_COLUMNS[2:-1])
     _tell_measured([found for found in wanted if is_measured(found)])
     _tell_refused(batches, splits, render)
+    if others:
+        note(other_names(reward, others))
 
 
 _REASONS_SHOWN: Final = 10
@@ -251,13 +245,6 @@ def _render(tokenizer: Path | None, *, clone: bool) -> "Render | None":
         raise ConfigError("--tokenizer is for --clone only: calls without the engine's ids can't be credited")
     require("`spangrad transitions --tokenizer`", "train")
     return renderer(tokenizer)
-
-
-def _of_no_rollout(store: str, stray: "Sequence[ModelCall]") -> str:
-    return (
-        f"{len(stray)} model calls in {store!r} belong to no rollout and have no reward;"
-        " `spangrad transitions --clone` takes each of their traces as a rollout"
-    )
 
 
 def _tell_measured(measured: "Sequence[Rollout]") -> None:
@@ -352,8 +339,8 @@ def _rollout_rows(store: "Store", found: "Sequence[Rollout]", authors: Sequence[
             idle.update({f"{one.name!r} of author {one.author}" for one in current})
     for what, count in idle.most_common():
         note(
-            f"{count} rollouts have a reward {what}, which trains nothing: what counts is 'reward' of"
-            f" {' or '.join(authors)} (--author)"
+            f"{count} rollouts have a reward {what}, which trains nothing: what counts is {DEFAULT_REWARD!r}"
+            f" of {' or '.join(authors)} (--author); `transitions` and `export` take another name, --reward"
         )
     return rows
 

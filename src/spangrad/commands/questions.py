@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spangrad.commands.options import DEFAULT_STORE, JsonOption, KeyOption, StoreOption, opened
+from spangrad.commands.options import (
+    DEFAULT_STORE,
+    JsonOption,
+    KeyOption,
+    RewardOption,
+    StoreOption,
+    opened,
+    other_names,
+)
 from spangrad.commands.output import note, print_json, print_rows
 from spangrad.errors import StoreError
+from spangrad.store.records import DEFAULT_REWARD
 
 if TYPE_CHECKING:
     from spangrad.store.base import Store
@@ -56,7 +65,12 @@ def sql(
         print_rows(columns, rows, right=numbers)
 
 
-def report(store: StoreOption = DEFAULT_STORE, key: KeyOption = None, as_json: JsonOption = False) -> None:
+def report(
+    store: StoreOption = DEFAULT_STORE,
+    key: KeyOption = None,
+    reward: RewardOption = DEFAULT_REWARD,
+    as_json: JsonOption = False,
+) -> None:
     """Say what the store's calls can train, and what to change where they were recorded to train more.
 
     Counts rollouts, model calls and sampled tokens by what may be trained on
@@ -66,13 +80,13 @@ def report(store: StoreOption = DEFAULT_STORE, key: KeyOption = None, as_json: J
     from spangrad.adapters.report import report as report_of
 
     with opened(store, key) as asked:
-        found = report_of(asked)
+        found = report_of(asked, reward=reward)
     if as_json:
         print_json([found.to_json()])
         return
     others = "".join(f", {count} {purpose}" for purpose, count in found.other_calls.items())
     print(
-        f"{found.rollouts} rollouts, {found.rewarded_rollouts} with a trusted reward,"
+        f"{found.rollouts} rollouts, {found.rewarded_rollouts} with the trusted reward {reward!r},"
         f" {found.failed_rollouts} failed; {found.calls} model calls of agents{others}"
     )
     print("\nRecorded as")
@@ -83,6 +97,13 @@ def report(store: StoreOption = DEFAULT_STORE, key: KeyOption = None, as_json: J
     if found.reasons:
         print("\nWhat keeps calls from a better grade")
         print_rows(("calls", "reason", "advice"), [asdict(row) for row in found.reasons], right=("calls",))
+    if found.other_rewards:
+        note(other_names(reward, found.other_rewards))
+    if found.unread_traces:
+        note(
+            f"{found.unread_traces} traces got spans that are not counted yet: a hub reads them when nothing"
+            " came of them for some seconds; of a file, the next command that no other reader keeps from it"
+        )
 
 
 def _columns(store: "Store", statement: str | None) -> list[str]:

@@ -27,11 +27,11 @@ from spangrad.adapters.datasets.writing import write_parquet
 from spangrad.adapters.model_call import ModelCall
 from spangrad.credit.assign import CreditConfig
 from spangrad.credit.pipeline import CreditedBatch, Render, credited_rows
-from spangrad.credit.rewards import by_rollout, rewards_of
+from spangrad.credit.rewards import by_rollout, total_reward
 from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import row_to_json, weigh
 from spangrad.store.base import Store
-from spangrad.store.records import Rollout
+from spangrad.store.records import DEFAULT_REWARD, Rollout
 
 ROLLOUTS_AT_ONCE: Final = 100
 MIXED: Final = "it trains replies of another model, too"
@@ -45,21 +45,27 @@ class Credit:
     """None: no rewards are needed, every reply has advantage 1."""
     authors: Sequence[str]
     """Whose rewards count."""
+    reward: str = DEFAULT_REWARD
+    """Name of the reward that counts."""
     render: Render | None = None
     """Gives calls of grade text their ids."""
 
 
-def outcomes_by(store: Store, authors: Sequence[str]) -> Outcomes:
-    """What rollouts got, by the authors that count."""
+def outcomes_by(store: Store, authors: Sequence[str], reward: str = DEFAULT_REWARD) -> Outcomes:
+    """What rollouts got of the reward of that name, by the authors that count."""
 
     def outcomes(
         rollouts: Sequence[Rollout], calls: Mapping[str, Sequence[ModelCall]]
     ) -> dict[str, float | None]:
         given = by_rollout(store.rewards([one.rollout_id for one in rollouts]) if rollouts else ())
         return {
-            one.rollout_id: rewards_of(
-                one, given.get(one.rollout_id, ()), calls[one.rollout_id], authors=authors
-            ).outcome
+            one.rollout_id: total_reward(
+                one,
+                given.get(one.rollout_id, ()),
+                calls[one.rollout_id],
+                authors=authors,
+                weights={reward: 1.0},
+            )
             for one in rollouts
         }
 
@@ -139,6 +145,7 @@ class TransitionWriter:
             self._credit.config,
             min_grade=str(self._filters.min_grade),
             authors=self._credit.authors,
+            reward_weights={self._credit.reward: 1.0},
             render=self._credit.render,
         )
         calls = {call.call_id: call for call in batch.calls if call.rollout_id in by_id}
