@@ -1,6 +1,6 @@
 """Traces whose calls were not read since they got spans or log records.
 
-Knows the table `unread_traces`, which has a row for every change: an upsert costs four times as much. Invariants:
+Knows the table `unread_traces`: a row for every change, as an upsert costs four times as much. Invariants:
 * what puts spans or records of a trace into the file puts the trace here, in the same transaction;
 * a trace leaves only as it was when it was read: one that has changed meanwhile stays.
 """
