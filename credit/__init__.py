@@ -1,10 +1,25 @@
 """spangrad.credit: rewards -> advantages -> masked, weighted rows. See README.md in this folder."""
 
 from spangrad.credit.assign import CreditConfig, CreditResult, assign
+from spangrad.credit.filters import overlong_penalty, top_p_by_spread, top_share_by_spread, with_spread
+from spangrad.credit.gae import gae_steps, gae_tokens
+from spangrad.credit.gdpo import gdpo
 from spangrad.credit.gigpo import gigpo, gigpo_as_published, step_advantages
 from spangrad.credit.grpo import dr_grpo, group_advantages, grpo
+from spangrad.credit.hgpo import hgpo, hgpo_as_published
+from spangrad.credit.information_gain import information_gains
+from spangrad.credit.maxrl import maxrl
+from spangrad.credit.opo import opo
+from spangrad.credit.pass_at_k import best_of_group
 from spangrad.credit.pipeline import CreditedBatch, credited_rows
+from spangrad.credit.reinforce_pp import (
+    reinforce_pp,
+    reinforce_pp_baseline,
+    reinforce_pp_baseline_as_published,
+)
 from spangrad.credit.rloo import rloo
+from spangrad.credit.roles import role_advantages
+from spangrad.credit.shaping import farming_gain, potential_based
 from spangrad.credit.transition import CallSegment, Transition
 from spangrad.credit.transitions import (
     Refused,
@@ -15,6 +30,8 @@ from spangrad.credit.transitions import (
     transitions,
     weigh,
 )
+from spangrad.credit.trees import edge_advantages, node_values, tree_grpo, treerl
+from spangrad.credit.turns import leave_one_out_to_go, mt_grpo, per_turn_index, turn_credit
 from spangrad.credit.types import Step, Trajectory
 
 __all__ = [
@@ -27,18 +44,45 @@ __all__ = [
     "Trajectory",
     "Transition",
     "assign",
+    "best_of_group",
     "credited_rows",
     "dr_grpo",
+    "edge_advantages",
+    "farming_gain",
+    "gae_steps",
+    "gae_tokens",
+    "gdpo",
     "gigpo",
     "gigpo_as_published",
     "group_advantages",
     "grpo",
+    "hgpo",
+    "hgpo_as_published",
+    "information_gains",
     "informative",
+    "leave_one_out_to_go",
+    "maxrl",
+    "mt_grpo",
+    "node_values",
+    "opo",
+    "overlong_penalty",
+    "per_turn_index",
+    "potential_based",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "reinforce_pp_baseline_as_published",
     "require_grade",
     "rloo",
+    "role_advantages",
     "row_to_json",
     "step_advantages",
+    "top_p_by_spread",
+    "top_share_by_spread",
     "trajectory_of",
     "transitions",
+    "tree_grpo",
+    "treerl",
+    "turn_credit",
     "weigh",
+    "with_spread",
 ]

@@ -14,59 +14,111 @@ Shape letters: N rollouts with a reward, S their steps.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spangrad.credit.diagnostics import CreditDiagnostics, diagnose
-from spangrad.credit.gigpo import NO_ANCHOR, gigpo_as_published, pool_ids, step_advantages
-from spangrad.credit.groups import Floats, Ints, labels, pool_statistics
-from spangrad.credit.grpo import Singleton, group_advantages
+from spangrad.credit.estimators import (
+    AS_PUBLISHED,
+    AS_PUBLISHED_SETTINGS,
+    EPISODE_TERMS,
+    STEP_TERMS,
+    Batch,
+    both_as_published,
+)
+from spangrad.credit.gigpo import NO_ANCHOR
+from spangrad.credit.groups import Floats, labels, pool_statistics
+from spangrad.credit.grpo import Singleton
 from spangrad.credit.returns import discounted_returns
-from spangrad.credit.rloo import rloo
 from spangrad.credit.types import Trajectory
 from spangrad.errors import ConfigError, CreditError
+
+Episode = Literal[
+    "grpo",
+    "rloo",
+    "maxrl",
+    "opo",
+    "reinforce_pp_baseline",
+    "reinforce_pp_baseline_as_published",
+    "best_of_group",
+    "none",
+]
+StepName = Literal["none", "gigpo", "gigpo_as_published", "hgpo", "hgpo_as_published", "leave_one_out_to_go"]
 
 
 @dataclass(frozen=True, slots=True)
 class CreditConfig:
-    """How rewards become advantages."""
+    """How rewards become advantages. A setting that the chosen terms do not use is refused."""
 
-    episode: Literal["grpo", "rloo", "none"] = "grpo"
-    """Term that compares whole rollouts of a group."""
-    step: Literal["none", "gigpo", "gigpo_as_published"] = "none"
-    """Term that compares steps from the same state. `gigpo_as_published` also takes the episode term's
-    statistics over steps, keeps raw singletons and uses ddof 1, as the published code does; it needs
-    episode `grpo`. A group of equal rewards gets zero from all of them."""
+    episode: Episode = "grpo"
+    """Term that compares whole rollouts of a group. `opo` and `reinforce_pp_baseline_as_published` need to
+    know how many tokens each call sampled."""
+    step: StepName = "none"
+    """Term that compares steps: from the same state (`gigpo`), from the same last states (`hgpo`), or with
+    what the others still earn from that step on (`leave_one_out_to_go`). `gigpo_as_published` also takes the
+    episode term's statistics over steps, keeps raw singletons and uses ddof 1, as the published code does; it
+    needs episode `grpo`. A group of equal rewards gets zero from all of them."""
     step_weight: float = 1.0
     """lambda: weight of the step term; 0 or more."""
     gamma: float = 0.95
     """Discount of step returns, per step; 0 to 1."""
     scale_by_std: bool = True
-    """Divide by the standard deviation of the group (`grpo`) and of the pool (`gigpo`). Off: Dr.GRPO.
-    `rloo` never does."""
+    """Divide by the standard deviation of the group (`grpo`, `best_of_group`) and of the pool (`gigpo`). Off
+    with `grpo`: Dr.GRPO."""
     ddof: int = 0
     """0: population, 1: sample standard deviation."""
     eps: float = 1e-6
-    """Added to standard deviations; keeps rounding in equal rewards from being blown up. 0 or more."""
+    """Added to standard deviations (`maxrl`: to the mean); keeps rounding in equal rewards from being blown
+    up. 0 or more."""
     singleton: Singleton = "zero"
     """What a lone rollout of a group gets in `grpo`: `zero`, or its `raw` return as published code does."""
+    history: int = 2
+    """How many earlier states `hgpo` looks at beyond the present one; 0 or more."""
+    history_weight: float = 1.0
+    """alpha of `hgpo`: how much more a longer shared history counts; 0 or more."""
 
     def __post_init__(self) -> None:
-        """Check ranges."""
+        """Check names, ranges, and that every setting that was changed has an effect."""
+        if self.episode not in EPISODE_TERMS:
+            raise ConfigError(f"episode is {self.episode!r}; expected one of {', '.join(EPISODE_TERMS)}")
+        if self.step not in ("none", AS_PUBLISHED, *STEP_TERMS):
+            names = ", ".join(("none", AS_PUBLISHED, *STEP_TERMS))
+            raise ConfigError(f"step is {self.step!r}; expected one of {names}")
         if self.episode == "none" and self.step == "none":
             raise ConfigError("episode and step are both 'none', so nothing gets credit; choose at least one")
-        if self.step == "gigpo_as_published" and self.episode != "grpo":
-            raise ConfigError(f"step 'gigpo_as_published' needs episode 'grpo', not {self.episode!r}")
+        if self.step == AS_PUBLISHED and self.episode != "grpo":
+            raise ConfigError(f"step {AS_PUBLISHED!r} needs episode 'grpo', not {self.episode!r}")
         if not 0.0 <= self.gamma <= 1.0:
             raise ConfigError(f"gamma is {self.gamma!r}; expected 0 to 1")
         if self.ddof not in (0, 1):
             raise ConfigError(f"ddof is {self.ddof!r}; expected 0 or 1")
-        for name in ("step_weight", "eps"):
+        for name in ("step_weight", "eps", "history", "history_weight"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected 0 or more")
+        self._check_effects()
+
+    def _check_effects(self) -> None:
+        used = self.settings_used()
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default and field.name not in used:
+                raise ConfigError(
+                    f"{field.name} = {value!r} has no effect with episode {self.episode!r} and step "
+                    f"{self.step!r}; leave it out, or choose terms that use it"
+                )
+
+    def settings_used(self) -> frozenset[str]:
+        """Names of the settings that change what the chosen terms give."""
+        used = frozenset({"episode", "step"})
+        if self.step == AS_PUBLISHED:
+            return used | AS_PUBLISHED_SETTINGS | {"gamma", "step_weight"}
+        used |= EPISODE_TERMS[self.episode].settings
+        if self.step != "none":
+            used |= STEP_TERMS[self.step].settings | {"gamma", "step_weight"}
+        return used
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +136,6 @@ class CreditResult:
             for (rollout, call), a in self.advantages.items()
             if rollout == rollout_id and a is not None
         }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Arrays:
-    returns_N: Floats
-    group_ids_N: Ints
-    step_returns_S: Floats
-    undiscounted_S: Floats
-    rollout_index_S: Ints
-    anchor_ids_S: Ints
 
 
 def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditResult:
@@ -114,9 +156,9 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
     """
     _check(trajectories)
     known = [trajectory for trajectory in trajectories if trajectory.total_reward is not None]
-    arrays = _arrays(known, config.gamma)
-    is_informative_N = _is_informative(arrays, config)
-    advantages_S = _advantages(arrays, config, is_informative_N[arrays.rollout_index_S])
+    batch = _batch(known, config.gamma)
+    is_informative_N = _is_informative(batch, config)
+    advantages_S = _advantages(batch, config, is_informative_N[batch.rollout_index_S])
     advantages: dict[tuple[str, str], float | None] = {
         (trajectory.rollout_id, step.call_id): None
         for trajectory in trajectories
@@ -125,11 +167,11 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
     keys = [(trajectory.rollout_id, step.call_id) for trajectory in known for step in trajectory.steps]
     advantages.update(zip(keys, advantages_S.tolist(), strict=True))
     diagnostics = diagnose(
-        returns_N=arrays.returns_N,
-        group_ids_N=arrays.group_ids_N,
+        returns_N=batch.returns_N,
+        group_ids_N=batch.group_ids_N,
         is_informative_N=is_informative_N,
-        group_ids_S=arrays.group_ids_N[arrays.rollout_index_S],
-        anchor_ids_S=arrays.anchor_ids_S,
+        group_ids_S=batch.group_ids_S,
+        anchor_ids_S=batch.anchor_ids_S,
         advantages_S=advantages_S,
         rollouts=len(trajectories),
     )
@@ -167,7 +209,7 @@ def _check(trajectories: Sequence[Trajectory]) -> None:
                 )
 
 
-def _arrays(known: Sequence[Trajectory], gamma: float) -> _Arrays:
+def _batch(known: Sequence[Trajectory], gamma: float) -> Batch:
     step_returns: list[float] = []
     undiscounted: list[float] = []
     for trajectory in known:
@@ -180,72 +222,49 @@ def _arrays(known: Sequence[Trajectory], gamma: float) -> _Arrays:
     steps = [step for trajectory in known for step in trajectory.steps]
     anchor_ids_S = labels([step.anchor or "" for step in steps])
     is_anchored_S = np.array([step.anchor is not None for step in steps], dtype=np.bool_)
-    return _Arrays(
+    lengths = [len(trajectory.steps) for trajectory in known]
+    return Batch(
         returns_N=np.array([trajectory.total_reward for trajectory in known], dtype=np.float64),
         group_ids_N=labels([group_of(trajectory) for trajectory in known]),
+        tokens_N=np.array([_tokens(trajectory) for trajectory in known], dtype=np.int64),
         step_returns_S=np.array(step_returns, dtype=np.float64),
         undiscounted_S=np.array(undiscounted, dtype=np.float64),
-        rollout_index_S=np.repeat(np.arange(len(known)), [len(trajectory.steps) for trajectory in known]),
+        rollout_index_S=np.repeat(np.arange(len(known)), lengths),
+        step_index_S=np.array([t for length in lengths for t in range(length)], dtype=np.int64),
         anchor_ids_S=np.where(is_anchored_S, anchor_ids_S, NO_ANCHOR),
     )
 
 
-def _is_informative(arrays: _Arrays, config: CreditConfig) -> NDArray[np.bool_]:
-    """Whether the rewards of each rollout's group differ: of the rollouts, or of their steps from one state.
+def _tokens(trajectory: Trajectory) -> int:
+    counts = [step.tokens for step in trajectory.steps]
+    return -1 if None in counts else sum(count for count in counts if count is not None)
+
+
+def _is_informative(batch: Batch, config: CreditConfig) -> NDArray[np.bool_]:
+    """Whether the rewards of each rollout's group differ: of the rollouts, or of the steps that are compared.
 
     The latter where a step term is asked for: rollouts of equal return can earn it in different steps.
     """
-    pools = pool_statistics(arrays.returns_N, arrays.group_ids_N, ddof=0)
+    pools = pool_statistics(batch.returns_N, batch.group_ids_N, ddof=0)
     if config.step == "none" or not config.step_weight:
         return pools.std_X > 0
-    group_ids_S = arrays.group_ids_N[arrays.rollout_index_S]
-    steps = pool_statistics(arrays.undiscounted_S, pool_ids(group_ids_S, arrays.anchor_ids_S), ddof=0)
-    differs_S = (steps.std_X > 0) & (arrays.anchor_ids_S != NO_ANCHOR)
-    return (pools.std_X > 0) | ((pools.count_X > 1) & np.isin(arrays.group_ids_N, group_ids_S[differs_S]))
+    pool = STEP_TERMS["gigpo" if config.step == AS_PUBLISHED else config.step].pool(batch)
+    steps = pool_statistics(batch.undiscounted_S, pool, ddof=0)
+    differs_S = (steps.std_X > 0) & (pool != NO_ANCHOR)
+    return (pools.std_X > 0) | (
+        (pools.count_X > 1) & np.isin(batch.group_ids_N, batch.group_ids_S[differs_S])
+    )
 
 
-def _advantages(arrays: _Arrays, config: CreditConfig, is_informative_S: NDArray[np.bool_]) -> Floats:
-    if config.step == "gigpo_as_published":
-        with_steps_S, without_S = (
-            gigpo_as_published(
-                arrays.returns_N,
-                arrays.group_ids_N,
-                arrays.step_returns_S,
-                arrays.rollout_index_S,
-                arrays.anchor_ids_S,
-                step_weight=step_weight,
-                scale_by_std=config.scale_by_std,
-                eps=config.eps,
-            )
-            for step_weight in (config.step_weight, 0.0)
-        )
-        counts_N = pool_statistics(arrays.returns_N, arrays.group_ids_N, ddof=0).count_X
-        is_lone_S = counts_N[arrays.rollout_index_S] == 1
+def _advantages(batch: Batch, config: CreditConfig, is_informative_S: NDArray[np.bool_]) -> Floats:
+    if config.step == AS_PUBLISHED:
+        with_steps_S = both_as_published(batch, config, config.step_weight)
+        without_S = both_as_published(batch, config, 0.0)
+        counts_N = pool_statistics(batch.returns_N, batch.group_ids_N, ddof=0).count_X
+        is_lone_S = counts_N[batch.rollout_index_S] == 1
         return np.where(is_informative_S, with_steps_S, np.where(is_lone_S, without_S, 0.0))
-    episode_S = _episode(arrays, config)[arrays.rollout_index_S]
+    episode_S = EPISODE_TERMS[config.episode].estimate(batch, config)[batch.rollout_index_S]
     if config.step == "none":
         return episode_S
-    step_S = step_advantages(
-        arrays.step_returns_S,
-        arrays.group_ids_N[arrays.rollout_index_S],
-        arrays.anchor_ids_S,
-        scale_by_std=config.scale_by_std,
-        ddof=config.ddof,
-        eps=config.eps,
-    )
+    step_S = STEP_TERMS[config.step].estimate(batch, batch.step_returns_S, config)
     return episode_S + config.step_weight * np.where(is_informative_S, step_S, 0.0)
-
-
-def _episode(arrays: _Arrays, config: CreditConfig) -> Floats:
-    if config.episode == "none":
-        return np.zeros_like(arrays.returns_N)
-    if config.episode == "rloo":
-        return rloo(arrays.returns_N, arrays.group_ids_N)
-    return group_advantages(
-        arrays.returns_N,
-        arrays.group_ids_N,
-        scale_by_std=config.scale_by_std,
-        ddof=config.ddof,
-        eps=config.eps,
-        singleton=config.singleton,
-    )

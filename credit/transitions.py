@@ -95,12 +95,23 @@ def trajectory_of(
     """
     given = step_rewards or {}
     steps = [
-        Step(call.call_id, index, anchor=anchor_of(call), reward=given.get(call.call_id))
+        Step(
+            call.call_id,
+            index,
+            anchor=anchor_of(call),
+            reward=given.get(call.call_id),
+            tokens=_sampled_tokens(call),
+        )
         for index, call in enumerate(in_order(calls))
         if untrained_because(call) is None and call.grade is not Grade.UNUSABLE
     ]
     name = rollout_id or next((_rollout_of(call) for call in calls), "")
     return Trajectory(name, group_id, reward, steps)
+
+
+def _sampled_tokens(call: ModelCall) -> int | None:
+    ids = [choice.sampled_token_ids for choice in call.choices]
+    return sum(len(each) for each in ids if each is not None) if ids and None not in ids else None
 
 
 def transitions(

@@ -15,6 +15,8 @@ class Step:
     """Hash of the state that the policy saw; equal anchors in a group are the same state. None: not known."""
     reward: float | None = None
     """Given for this step alone, on top of the rollout's; None: nothing was given."""
+    tokens: int | None = None
+    """Tokens that were sampled in it; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,15 @@
 """Composition of estimators over trajectories, and what is said about the batch."""
 
 import random
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spangrad.credit.assign import CreditConfig, assign
+from spangrad.credit.estimators import AS_PUBLISHED, EPISODE_TERMS, STEP_TERMS
 from spangrad.credit.types import Step, Trajectory
 from spangrad.errors import ConfigError, CreditError
 
@@ -17,10 +20,11 @@ def trajectory(
     anchors: str = "ab",
     group: str | None = "g",
     rewards: list[float | None] | None = None,
+    tokens: int | None = None,
 ) -> Trajectory:
     given_rewards: list[float | None] = rewards or [None] * len(anchors)
     steps = [
-        Step(f"{name}-{t}", t, anchor=None if a == "-" else a, reward=r)
+        Step(f"{name}-{t}", t, anchor=None if a == "-" else a, reward=r, tokens=tokens)
         for t, (a, r) in enumerate(zip(anchors, given_rewards, strict=True))
     ]
     return Trajectory(name, group, reward, steps)
@@ -131,6 +135,9 @@ def test_a_reward_that_is_not_finite_is_an_error_that_names_the_rollout():
         {"eps": -1.0},
         {"step_weight": -1.0},
         {"episode": "rloo", "step": "gigpo_as_published"},
+        {"episode": "grpp"},
+        {"step": "gigp"},
+        {"step": "hgpo", "history": -1},
     ],
 )
 def test_a_config_out_of_range_is_an_error(wrong):
@@ -150,6 +157,8 @@ configs = st.sampled_from(
         CreditConfig(episode="rloo"),
         CreditConfig(step="gigpo"),
         CreditConfig(episode="none", step="gigpo", scale_by_std=False),
+        CreditConfig(episode="maxrl", step="hgpo"),
+        CreditConfig(episode="reinforce_pp_baseline", step="leave_one_out_to_go"),
     ]
 )
 
@@ -217,17 +226,75 @@ def test_a_lone_rollout_that_comes_back_to_a_state_gets_zero():
     assert (result.diagnostics.singleton_groups, result.diagnostics.equal_groups) == (1, 0)
 
 
+TERMS: list[dict[str, Any]] = [
+    *(
+        {"episode": episode, "step": step}
+        for episode in EPISODE_TERMS
+        for step in ("none", *STEP_TERMS)
+        if (episode, step) != ("none", "none")
+    ),
+    {"episode": "grpo", "step": AS_PUBLISHED},
+]
+CHANGED: dict[str, Any] = {
+    "step_weight": 0.25,
+    "gamma": 0.5,
+    "scale_by_std": False,
+    "ddof": 1,
+    "eps": 0.3,
+    "singleton": "raw",
+    "history": 0,
+    "history_weight": 3.0,
+}
+RICH = [
+    Trajectory(name, group, reward, [Step(f"{name}{t}", t, a, r, n) for t, (a, r, n) in enumerate(steps)])
+    for name, group, reward, steps in (
+        ("a", "g", 1.0, [("s", 0.0, 3), ("t", 0.5, 1), ("u", 0.0, 2)]),
+        ("b", "g", 0.0, [("s", 0.0, 1), ("t", 0.0, 9)]),
+        ("c", "g", 0.25, [("s", 0.0, 2), ("v", 0.5, 2), ("t", 0.0, 2)]),
+        ("d", "h", 1.0, [("s", 0.0, 1), ("s", 0.0, 1)]),
+        ("e", "h", 3.0, [("s", 0.25, 4), ("s", 0.0, 1)]),
+        ("f", "alone", 2.0, [("s", 0.0, 1)]),
+        # j is exactly average at w, and not among those that came to it from y.
+        ("i", "m", 0.0, [("y", 0.0, 1), ("w", 0.0, 1)]),
+        ("j", "m", 1.0, [("y", 0.0, 1), ("w", 0.0, 1)]),
+        ("k", "m", 2.0, [("x", 0.0, 1), ("w", 0.0, 1)]),
+    )
+]
+
+
+def test_every_setting_is_walked():
+    assert {field.name for field in fields(CreditConfig)} == {"episode", "step", *CHANGED}
+
+
+@pytest.mark.parametrize("terms", TERMS)
+def test_every_setting_changes_something_or_is_refused(terms):
+    config = CreditConfig(**terms)
+    before = assign(RICH, config).advantages
+    for name, value in CHANGED.items():
+        if name not in config.settings_used():
+            with pytest.raises(ConfigError, match=f"^{name} = .* has no effect with episode"):
+                replace(config, **{name: value})
+        else:
+            assert assign(RICH, replace(config, **{name: value})).advantages != before, name
+
+
+def test_every_combination_gives_something_else():
+    found = [tuple(assign(RICH, CreditConfig(**terms)).advantages.values()) for terms in TERMS]
+    assert len(set(found)) == len(TERMS)
+
+
+def test_terms_that_need_lengths_say_so():
+    batch = [trajectory("a", 1.0), trajectory("b", 0.0)]
+    for episode in ("opo", "reinforce_pp_baseline_as_published"):
+        with pytest.raises(CreditError, match="token ids"):
+            assign(batch, CreditConfig(episode=episode))
+
+
 anchors_of_groups = st.lists(st.lists(st.text("abc-", max_size=5), min_size=2, max_size=5), max_size=4)
-credits = st.sampled_from(
-    [
-        *({"episode": episode, "step": "gigpo"} for episode in ("grpo", "rloo", "none")),
-        *({"episode": episode} for episode in ("grpo", "rloo")),
-        {"step": "gigpo_as_published"},
-    ]
-)
+credits = st.sampled_from(TERMS)
 
 
-@example([["", "a"]], 0.3, {"step": "gigpo_as_published"}, 0.0, False, 0)
+@example([["", "a"]], 0.3, {"episode": "grpo", "step": "gigpo_as_published"}, 0.0, False, 0)
 @given(
     anchors_of_groups,
     st.sampled_from([0.0, 0.3, 1.0, -2.5]),
@@ -237,11 +304,16 @@ credits = st.sampled_from(
     st.sampled_from([0, 1]),
 )
 def test_equal_rewards_give_zero_for_every_estimator_and_discount(groups, reward, credit, gamma, scale, ddof):
+    if credit["episode"] == "maxrl":
+        reward = abs(reward)
+    used = CreditConfig(**credit).settings_used()
+    wanted = {"gamma": gamma, "scale_by_std": scale, "ddof": ddof}
+    config = CreditConfig(**credit, **{name: value for name, value in wanted.items() if name in used})
     batch = [
-        trajectory(f"r{g}-{i}", reward, anchors, f"g{g}")
+        trajectory(f"r{g}-{i}", reward, anchors, f"g{g}", tokens=1)
         for g, members in enumerate(groups)
         for i, anchors in enumerate(members)
     ]
-    result = assign(batch, CreditConfig(gamma=gamma, scale_by_std=scale, ddof=ddof, **credit))
+    result = assign(batch, config)
     assert all(advantage == 0.0 for advantage in result.advantages.values())
     assert (result.diagnostics.informative_groups, result.diagnostics.equal_groups) == (0, len(groups))

@@ -94,3 +94,105 @@ def longest_common_beginning(sequence: Sequence[int], earlier: Sequence[Sequence
             length += 1
         longest = max(longest, length)
     return longest
+
+
+def maxrl(returns: Sequence[float], groups: Sequence[object]) -> list[float]:
+    """arXiv:2602.02710: centred, relative to the group's mean."""
+    advantages = []
+    for value, group in zip(returns, groups, strict=True):
+        pool = [other for other, its_group in zip(returns, groups, strict=True) if its_group == group]
+        advantages.append(0.0 if max(pool) == min(pool) else (value - mean(pool)) / mean(pool))
+    return advantages
+
+
+def opo(returns: Sequence[float], groups: Sequence[object], lengths: Sequence[int]) -> list[float]:
+    """arXiv:2505.23585: the baseline is weighted by length."""
+    advantages = []
+    for value, group in zip(returns, groups, strict=True):
+        pool = [(r, n) for r, n, g in zip(returns, lengths, groups, strict=True) if g == group]
+        baseline = math.fsum(r * n for r, n in pool) / sum(n for _, n in pool)
+        advantages.append(0.0 if len({r for r, _ in pool}) == 1 else value - baseline)
+    return advantages
+
+
+def over_tokens(values: Sequence[float], tokens: Sequence[int], *, ddof: int) -> list[float]:
+    """Whitened, every value written down once per token."""
+    written = [value for value, count in zip(values, tokens, strict=True) for _ in range(count)]
+    scale = std(written, ddof)
+    if len(set(values)) == 1 or scale == 0:
+        return [0.0] * len(values)
+    return [(value - mean(written)) / scale for value in values]
+
+
+def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
+    """arXiv:1506.02438: the sum over what comes, each on its own."""
+    following = [*values[1:], 0.0]
+    deltas = [r + gamma * n - v for r, n, v in zip(rewards, following, values, strict=True)]
+    return [
+        math.fsum((gamma * lam) ** (u - t) * deltas[u] for u in range(t, len(deltas)))
+        for t in range(len(deltas))
+    ]
+
+
+def hgpo(
+    returns: Sequence[Sequence[float]],
+    anchors: Sequence[Sequence[str | None]],
+    groups: Sequence[object],
+    *,
+    history: int,
+    alpha: float,
+    eps: float,
+    only_non_zero: bool,
+) -> list[list[float]]:
+    """arXiv:2602.22817: returns[i][t], anchors[i][t] -> A[i][t]."""
+    result = [[0.0] * len(steps) for steps in returns]
+    for i, steps in enumerate(returns):
+        for t, value in enumerate(steps):
+            parts = []
+            for k in range(1, history + 2):
+                mine = tuple(anchors[i][max(0, t + 1 - k) : t + 1])
+                pool = [
+                    returns[j][u]
+                    for j in range(len(returns))
+                    for u in range(len(returns[j]))
+                    if groups[j] == groups[i] and tuple(anchors[j][max(0, u + 1 - k) : u + 1]) == mine
+                ]
+                if None in mine or len(pool) < 2:
+                    continue
+                equal = max(pool) == min(pool)
+                advantage = 0.0 if equal else (value - mean(pool)) / (std(pool, 0) + eps)
+                if advantage != 0.0 or not only_non_zero:
+                    parts.append(((k + 1) ** alpha, advantage))
+            if parts:
+                result[i][t] = math.fsum(w * a for w, a in parts) / math.fsum(w for w, _ in parts)
+    return result
+
+
+def leave_one_out_to_go(returns: Sequence[Sequence[float]], groups: Sequence[object]) -> list[list[float]]:
+    """Return from step t on, minus the mean of the others', 0 for those that have ended."""
+    result = []
+    for i, steps in enumerate(returns):
+        others = [returns[j] for j in range(len(returns)) if j != i and groups[j] == groups[i]]
+        result.append(
+            [
+                value - mean([other[t] if t < len(other) else 0.0 for other in others]) if others else 0.0
+                for t, value in enumerate(steps)
+            ]
+        )
+    return result
+
+
+def turn_credit(scores: Sequence[float], gamma: float) -> list[float]:
+    """Every change spread over its turn and the ones before."""
+    credit = [0.0] * len(scores)
+    for t in range(1, len(scores)):
+        weights = [gamma ** (t - u) for u in range(t + 1)]
+        for u in range(t + 1):
+            credit[u] += (scores[t] - scores[t - 1]) * weights[u] / math.fsum(weights)
+    return credit
+
+
+def leaves_below(parents: Sequence[int], node: int) -> list[int]:
+    """Leaves below a node, itself if it is one."""
+    children = [child for child, parent in enumerate(parents) if parent == node]
+    return [leaf for child in children for leaf in leaves_below(parents, child)] if children else [node]

@@ -1,0 +1,45 @@
+"""Advantages for the best of a group: what counts is that one of k succeeds.
+
+Shape letters: N rollouts.
+"""
+
+import numpy as np
+
+from spangrad.credit.groups import Floats, Ints, pool_statistics
+
+
+def best_of_group(
+    returns_N: Floats, group_ids_N: Ints, *, scale_by_std: bool = True, ddof: int = 1, eps: float = 1e-6
+) -> Floats:
+    """Give the best rollout of a group its lead over the second, everybody else nothing.
+
+        A_best = (R_best - R_second) / (std_g R + eps);   A_i = 0 elsewhere
+
+    Source: `grpo_passk` of verl (pass@k training). The group's expected best improves where its best does.
+
+    Args:
+        returns_N: Undiscounted return of each rollout, reward units, finite.
+        group_ids_N: Group of each rollout; equal number = same task.
+        scale_by_std: Divide by the group's standard deviation.
+        ddof: 0: population, 1: sample standard deviation.
+        eps: Added to the standard deviation.
+
+    Returns:
+        Advantages, shape (N,), float64; 0 or more, so they do not sum to 0.
+
+    Raises:
+        CreditError: Shapes differ, or a return is not finite.
+
+    Where two share the best return nobody leads: zeros. A group of one gets zero.
+    """
+    pools = pool_statistics(returns_N, group_ids_N, ddof=ddof)
+    order = np.lexsort((-returns_N, group_ids_N))
+    groups = group_ids_N[order]
+    is_first = np.r_[True, groups[1:] != groups[:-1]][: len(order)]
+    has_second = np.r_[groups[1:] == groups[:-1], False][: len(order)] & is_first
+    first, second = order[has_second], order[np.flatnonzero(has_second) + 1]
+    advantages_N = np.zeros(len(returns_N))
+    lead = returns_N[first] - returns_N[second]
+    scale = pools.std_X[first] + eps if scale_by_std else np.ones(len(first))
+    advantages_N[first] = np.divide(lead, scale, out=np.zeros(len(first)), where=lead > 0)
+    return advantages_N
