@@ -77,6 +77,11 @@ class FileStore:
                 self.close()
                 raise
 
+    @property
+    def database(self) -> Database:
+        """The open file, for what works on its tables: `store/archive`."""
+        return self._database
+
     # spans
 
     def put_otlp(self, request: bytes) -> int:
@@ -125,14 +130,16 @@ class FileStore:
         """Store an OTLP `ExportLogsServiceRequest` (protobuf). Returns how many records were new."""
         records = decode_logs(request)
         with self._database.transaction() as con:
-            new = insert_logs(con, records, author)
+            new = insert_logs(con, records, author, self._database.partitions)
             judging = [log_id for log_id, record in new.items() if event_name(record) == REWARD_EVENT]
             told = [record for record in records if event_name(record) != REWARD_EVENT]
             named = (record.trace_id for record in told if record.trace_id is not None)
             unread.touch(con, named, self._database.stamp())
             if judging:
                 self._writer.await_judged()
-                reward_by_records(con, judging)
+                judged = [new[log_id].trace_id or "" for log_id in judging]
+                with self._database.partitions.united(con, judged):
+                    reward_by_records(con, judging)
             return len(new)
 
     def logs(
@@ -164,7 +171,7 @@ class FileStore:
             self._put_aside(record, f"a spooled record of {len(record)} bytes", error)
 
     def _put_aside(self, record: bytes, what: str, error: Exception) -> None:
-        rejected = self.path.with_name(self.path.name + ".rejected")
+        rejected = rejected_file(self.path)
         try:
             with self._aside_lock, rejected.open("ab") as file:
                 file.write(record)
@@ -353,6 +360,7 @@ class FileStore:
         whose rollout nobody waits for.
         """
         with self._database.snapshot() as con:
+            self._database.partitions.unite_unread(con)
             return unread.select_unread(
                 con, trace_ids=trace_ids, rollout_ids=rollout_ids, quiet_s=quiet_s, limit=limit
             )
@@ -365,7 +373,8 @@ class FileStore:
         with self._database.transaction() as con:
             done = unread.mark_read(con, traces)
             if done and self._writer.are_judged(con):
-                reward_by_traces(con, done)
+                with self._database.partitions.united(con, done):
+                    reward_by_traces(con, done)
             reward_by_events(con, done)
             return len(done)
 
@@ -378,7 +387,9 @@ class FileStore:
         many traces were given to a rollout, or moved to another one.
         """
         with self._database.transaction() as con:
-            return sessions.join_traces(con, groups)
+            given = [trace_id for group in groups for trace_id in group]
+            with self._database.partitions.united(con, [*given, *sessions.joined(con, given)]):
+                return sessions.join_traces(con, groups)
 
     def put_call_keys(self, rows: Sequence[Mapping[str, Any]]) -> int:
         """Store what later calls can be joined by: columns of the table `call_keys`."""
@@ -430,3 +441,8 @@ def spool_folder(path: str | os.PathLike[str]) -> Path:
     """Where tracers put spans that a store's file is to take in."""
     file = Path(path).absolute()
     return file.with_name(file.name + ".spool")
+
+
+def rejected_file(path: Path) -> Path:
+    """Where spans are put that a store's file can't hold."""
+    return path.with_name(path.name + ".rejected")

@@ -54,12 +54,27 @@ def m005_unread_traces(con: duckdb.DuckDBPyConnection) -> None:
     )
 
 
+def m006_archive(con: duckdb.DuckDBPyConnection) -> None:
+    """Parquet partitions beside the file, and the traces in them."""
+    con.execute(
+        "CREATE TABLE archives (file VARCHAR NOT NULL, part INTEGER NOT NULL, table_name VARCHAR NOT NULL, "
+        "day VARCHAR NOT NULL, schema_version INTEGER NOT NULL, row_count BIGINT NOT NULL, "
+        "size_bytes BIGINT NOT NULL, checksum VARCHAR NOT NULL, PRIMARY KEY (file))"
+    )
+    con.execute(
+        "CREATE TABLE archived_traces "
+        "(trace_id VARCHAR NOT NULL, rollout_ids VARCHAR[] NOT NULL, part INTEGER NOT NULL)"
+    )
+    con.execute("CREATE INDEX archived_traces_trace_id ON archived_traces (trace_id)")
+
+
 MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m001_initial,
     m002_place_of_calls,
     m003_logs,
     m004_sessions,
     m005_unread_traces,
+    m006_archive,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

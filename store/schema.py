@@ -308,6 +308,33 @@ METRICS = Table(
     ),
 )
 
+ARCHIVES = Table(
+    "archives",
+    "Parquet files beside the store's file that hold old spans, log records and messages.",
+    (
+        Column("file", "VARCHAR", "path below <store>.archive"),
+        Column("part", "INTEGER", "number of the partition: the files that were moved together"),
+        Column("table_name", "VARCHAR", "table whose rows it holds"),
+        Column("day", "VARCHAR", "UTC day on which they ended"),
+        Column("schema_version", "INTEGER", "schema of the store that wrote it"),
+        Column("row_count", "BIGINT", "rows"),
+        Column("size_bytes", "BIGINT", "size"),
+        Column("checksum", "VARCHAR", "BLAKE2b-128 of the file, hex"),
+    ),
+    key=("file",),
+)
+
+ARCHIVED_TRACES = Table(
+    "archived_traces",
+    "Traces with spans or log records in the archive.",
+    (
+        Column("trace_id", "VARCHAR", "the trace"),
+        Column("rollout_ids", "VARCHAR[]", "rollouts that moved with it"),
+        Column("part", "INTEGER", "the partition, in archives"),
+    ),
+    indexes=("trace_id",),
+)
+
 TABLES = (
     SPANS,
     MESSAGES,
@@ -323,4 +350,6 @@ TABLES = (
     UPDATES,
     UPDATE_SAMPLES,
     METRICS,
+    ARCHIVES,
+    ARCHIVED_TRACES,
 )

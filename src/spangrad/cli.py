@@ -14,7 +14,7 @@ from typing import Annotated, Final
 
 import typer
 
-from spangrad.commands import exporting, listing, questions, recording, scoring, services, training
+from spangrad.commands import exporting, keeping, listing, questions, recording, scoring, services, training
 from spangrad.errors import SpangradError
 
 _ABOUT: Final = """Turn the spans that an agent already emits into gradients for the model behind it.
@@ -34,6 +34,7 @@ app = typer.Typer(
 
 RECORD: Final = "Record"
 LOOK: Final = "Look"
+KEEP: Final = "Keep"
 SERVE: Final = "Serve"
 TRAIN: Final = "Train"
 
@@ -65,6 +66,12 @@ app.command("sql", rich_help_panel=LOOK, epilog='Example: spangrad sql "SELECT *
 app.command(
     "export", rich_help_panel=LOOK, epilog="Example: spangrad export data --format trl-sft --min-reward 1"
 )(exporting.export)
+app.command(
+    "archive", rich_help_panel=KEEP, epilog="Example: spangrad archive --before 30d --store shop.duckdb"
+)(keeping.archive)
+app.command("gc", rich_help_panel=KEEP, epilog="Example: spangrad gc --attribute enduser.id=42 --dry-run")(
+    keeping.gc
+)
 app.command(
     "hub", rich_help_panel=SERVE, epilog="Example: spangrad hub --store shop.duckdb --keys keys.json"
 )(services.hub)

@@ -8,7 +8,8 @@ Knows connections; knows no table. Invariants:
 * an error that is none of the caller's doing is one of `OUTAGES`;
 * somebody else's database is refused and left as it is;
 * opened for reading, a file is not changed: a log that a killed writer left is replayed in memory;
-* SQL can't reach files or the network: external access is off and can't be turned on.
+* SQL can't reach files or the network, but for the store's archive: external access is off and can't be
+  turned on.
 """
 
 import errno
@@ -32,6 +33,8 @@ from spangrad.errors import (
     StoreFullError,
     StoreLockedError,
 )
+from spangrad.store.archive.folder import tidy
+from spangrad.store.archive.partitions import Partitions, archive_folder, literal
 from spangrad.store.migrations import SCHEMA_VERSION, check_version, is_empty, migrate
 
 THREADS = 4
@@ -63,6 +66,7 @@ class Database:
         self._cursors: weakref.WeakSet[duckdb.DuckDBPyConnection] = weakref.WeakSet()
         self._is_closed = False
         self._last_stamp = 0
+        self.partitions = Partitions(self.path)
         _check_path(self.path, read_only)
         _register(self.path)
         try:
@@ -97,7 +101,11 @@ class Database:
                     "open it once without read_only=True to bring it up to date"
                 )
             self._con.execute("SET lock_configuration = true")
-        except duckdb.Error as error:
+            if not self.read_only:
+                new_file(self.path).unlink(missing_ok=True)  # of a process that was killed
+                tidy(self._con, self.partitions.folder)
+            self.partitions.look(self._con)
+        except (duckdb.Error, OSError) as error:
             raise store_error(error, self.path) from error
 
     @contextmanager
@@ -250,7 +258,6 @@ def _remove_empty(path: Path) -> None:
 
 def _connect(path: Path, read_only: bool) -> duckdb.DuckDBPyConnection:
     config: dict[str, Any] = {
-        "enable_external_access": False,
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,
         "python_enable_replacements": False,
@@ -258,7 +265,10 @@ def _connect(path: Path, read_only: bool) -> duckdb.DuckDBPyConnection:
         "memory_limit": MEMORY_LIMIT,
     }
     try:
-        return duckdb.connect(str(path), read_only=read_only, config=config)
+        con = duckdb.connect(str(path), read_only=read_only, config=config)
+        con.execute(f"SET allowed_directories = [{literal(str(archive_folder(path)))}]")
+        con.execute("SET enable_external_access = false")
+        return con
     except (duckdb.Error, OSError) as error:
         raise store_error(error, path) from error
 
@@ -273,3 +283,23 @@ def _register(path: Path) -> None:
 def _unregister(path: Path) -> None:
     with _opened_lock:
         _opened.discard(path.resolve())
+
+
+@contextmanager
+def registered(path: Path) -> Iterator[None]:
+    """Keep other `Database`s of this process away from a file: DuckDB's lock is for other processes."""
+    _register(path)
+    try:
+        yield
+    finally:
+        _unregister(path)
+
+
+def wal_file(path: Path) -> Path:
+    """DuckDB's log of a file."""
+    return path.with_name(path.name + ".wal")
+
+
+def new_file(path: Path) -> Path:
+    """Where a store's file is written anew before it takes the old one's place."""
+    return path.with_name(path.name + ".rewriting")

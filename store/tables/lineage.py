@@ -13,8 +13,9 @@ Invariants:
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import duckdb
 
@@ -23,10 +24,16 @@ from spangrad.store.records import Span
 CACHED_SPANS = 100_000
 SINGLE_LOOKUPS = 8  # up to here one indexed look-up a trace beats a scan
 
+STORED_COLUMNS: Final = "trace_id, span_id, parent_span_id, rollout_id, attempt"
+
 Key = tuple[str, str]
 """(trace_id, span_id)."""
 Owner = tuple[str, int | None]
 """(rollout_id, attempt)."""
+Stored = tuple[str, str, str | None, str | None, int | None]
+"""(trace_id, span_id, parent_span_id, rollout_id, attempt)."""
+Archived = Callable[[duckdb.DuckDBPyConnection, Sequence[str]], list[Stored]]
+"""The spans of traces that are in the archive."""
 
 
 @dataclass(slots=True)
@@ -86,8 +93,9 @@ class Admission:
 class Lineage:
     """Memory of the traces that are active."""
 
-    def __init__(self) -> None:
-        """Start knowing nothing; traces load when a span of theirs arrives."""
+    def __init__(self, archived: Archived | None = None) -> None:
+        """Start knowing nothing; traces load, from the archive too, when a span of theirs arrives."""
+        self._archived = archived
         self.forget()
 
     def forget(self) -> None:
@@ -129,7 +137,8 @@ class Lineage:
             else:
                 unknown.append(trace_id)
                 self._traces[trace_id] = _Trace()
-        for trace_id, span_id, parent, rollout_id, attempt in _stored(con, unknown):
+        archived = self._archived(con, unknown) if self._archived and unknown else []
+        for trace_id, span_id, parent, rollout_id, attempt in [*_stored(con, unknown), *archived]:
             self._traces[trace_id].add(span_id, parent, (rollout_id, attempt) if rollout_id else None)
             self._size += 1
 
@@ -139,10 +148,8 @@ class Lineage:
             self._size -= len(trace.nodes)
 
 
-def _stored(
-    con: duckdb.DuckDBPyConnection, trace_ids: Sequence[str]
-) -> list[tuple[str, str, str | None, str | None, int | None]]:
-    select = "SELECT trace_id, span_id, parent_span_id, rollout_id, attempt FROM spans WHERE trace_id "
+def _stored(con: duckdb.DuckDBPyConnection, trace_ids: Sequence[str]) -> list[Stored]:
+    select = f"SELECT {STORED_COLUMNS} FROM spans WHERE trace_id "
     if len(trace_ids) <= SINGLE_LOOKUPS:
         return [row for trace_id in trace_ids for row in con.execute(select + "= ?", [trace_id]).fetchall()]
     return con.execute(select + "IN (SELECT unnest(?))", [list(trace_ids)]).fetchall()

@@ -12,11 +12,12 @@ from typing import Any, Final
 
 import duckdb
 
+from spangrad.store.archive.partitions import Partitions
 from spangrad.store.encoding import decode_json, encode_json
 from spangrad.store.records import LogRecord, RewardAuthor, event_name
-from spangrad.store.schema import LOGS
+from spangrad.store.schema import LOGS, SPANS
 from spangrad.store.tables.database import Database
-from spangrad.store.tables.rows import insert_rows
+from spangrad.store.tables.rows import insert_rows, traces_of_sessions
 from spangrad.tracer.conventions import REWARD_EVENT
 
 READ_ROWS: Final = 1000
@@ -33,7 +34,10 @@ _PLAIN: Final = (
 
 
 def insert_logs(
-    con: duckdb.DuckDBPyConnection, records: Sequence[LogRecord], author: RewardAuthor
+    con: duckdb.DuckDBPyConnection,
+    records: Sequence[LogRecord],
+    author: RewardAuthor,
+    partitions: Partitions,
 ) -> dict[str, LogRecord]:
     """Store records that came with this author's key. Returns those that were new, by `log_id`."""
     rows = [_row(record, author) for record in records]
@@ -41,8 +45,11 @@ def insert_logs(
     if not by_id:
         return {}
     sql = "SELECT log_id FROM logs WHERE log_id IN (SELECT unnest(?::VARCHAR[]))"
-    for (known,) in con.execute(sql, [list(by_id)]).fetchall():
-        del by_id[known]
+    known = con.execute(sql, [list(by_id)]).fetchall()
+    traces = {record.trace_id for record in records if record.trace_id}
+    known += partitions.rows(con, LOGS, "log_id", sorted(traces))
+    for (log_id,) in known:
+        by_id.pop(log_id, None)
     insert_rows(con, LOGS, [row for row, _ in by_id.values()])
     return {log_id: record for log_id, (_, record) in by_id.items()}
 
@@ -63,9 +70,16 @@ def read_logs(
         return
     where = f"WHERE {' OR '.join(conditions)}" if conditions else ""
     columns = ", ".join((*_PLAIN, *_JSON))
-    order = "trace_id NULLS LAST, if(time_ns = 0, observed_ns, time_ns), rowid"
+    order = "trace_id NULLS LAST, if(time_ns = 0, observed_ns, time_ns), place, position"
     with database.snapshot() as con:
-        result = con.execute(f"SELECT {columns} FROM logs {where} ORDER BY {order}", parameters)
+        parts = None
+        if conditions:
+            sessions = traces_of_sessions(con, rollout_ids or ())
+            traces = [*(trace_ids or ()), *sessions]
+            parts = database.partitions.holding(con, rollout_ids=rollout_ids or (), trace_ids=traces)
+        database.partitions.unite(con, parts, tables=(SPANS,))
+        source = database.partitions.in_order(con, LOGS, parts)
+        result = con.execute(f"SELECT {columns} FROM {source} {where} ORDER BY {order}", parameters)
         while chunk := result.fetchmany(READ_ROWS):
             for values in chunk:
                 yield _record(dict(zip((*_PLAIN, *_JSON), values, strict=True)))

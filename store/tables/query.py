@@ -50,6 +50,7 @@ def run_query(
         timer.start()
         try:
             _check(con, sql)
+            database.partitions.unite_for(con, sql)
             result = con.execute(sql, parameters) if parameters else con.execute(sql)
             rows = result.fetchmany(row_limit + 1)
         except duckdb.InterruptException as error:

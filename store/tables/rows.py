@@ -67,3 +67,11 @@ def select_dicts(
     result = con.execute(sql, parameters) if parameters else con.execute(sql)
     names = [column[0] for column in result.description or ()]
     return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
+
+
+def traces_of_sessions(con: duckdb.DuckDBPyConnection, rollout_ids: Sequence[str]) -> list[str]:
+    """Traces that were found to be of these rollouts."""
+    if not rollout_ids:
+        return []
+    sql = "SELECT trace_id FROM sessions WHERE rollout_id IN (SELECT unnest(?))"
+    return [trace_id for (trace_id,) in con.execute(sql, [list(rollout_ids)]).fetchall()]

@@ -36,7 +36,7 @@ def join_traces(con: duckdb.DuckDBPyConnection, groups: Sequence[Sequence[str]])
 
     Returns how many traces were given to a rollout, or moved to another one.
     """
-    earlier = _earlier(con, [trace_id for group in groups for trace_id in group])
+    earlier = joined(con, [trace_id for group in groups for trace_id in group])
     sessions: dict[str, str] = {}
     renamed: dict[str, str] = {}
 
@@ -108,8 +108,8 @@ def _lists(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     return list({value for row in rows for value in row.get(name) or ()})
 
 
-def _earlier(con: duckdb.DuckDBPyConnection, trace_ids: Sequence[str]) -> dict[str, str]:
-    """What was said before of these traces, and of all that were joined to them."""
+def joined(con: duckdb.DuckDBPyConnection, trace_ids: Sequence[str]) -> dict[str, str]:
+    """The rollouts of these traces, and of all that were joined to them before."""
     found = con.execute(
         "SELECT trace_id, rollout_id FROM sessions WHERE rollout_id IN "
         "(SELECT rollout_id FROM sessions WHERE trace_id IN (SELECT unnest(?)))",

@@ -17,10 +17,10 @@ from spangrad.store.tables.compact import Compactor
 from spangrad.store.tables.database import Database
 from spangrad.store.tables.evaluations import has_evaluations, reward_by_spans
 from spangrad.store.tables.expand import BASE_COLUMNS, Expander, Row, row_key, span_from_row
-from spangrad.store.tables.lineage import Admission, Lineage, Owner
+from spangrad.store.tables.lineage import STORED_COLUMNS, Admission, Lineage, Owner, Stored
 from spangrad.store.tables.queue import record_rollouts
 from spangrad.store.tables.rewards import insert_rewards
-from spangrad.store.tables.rows import insert_rows, select_dicts
+from spangrad.store.tables.rows import insert_rows, select_dicts, traces_of_sessions
 from spangrad.store.tables.span_rewards import event_rewards
 from spangrad.store.tables.unread import touch
 
@@ -34,7 +34,7 @@ class SpanWriter:
         """Write to this file."""
         self._database = database
         self._compactor = Compactor()
-        self._lineage = Lineage()
+        self._lineage = Lineage(self._archived)
         self._are_judged: bool | None = None
         """Whether log records in the file may judge spans that come; None: not looked up yet."""
 
@@ -47,6 +47,9 @@ class SpanWriter:
         if self._are_judged is None:
             self._are_judged = has_evaluations(con)
         return self._are_judged
+
+    def _archived(self, con: duckdb.DuckDBPyConnection, trace_ids: Sequence[str]) -> list[Stored]:
+        return self._database.partitions.rows(con, SPANS, STORED_COLUMNS, trace_ids)
 
     def put(self, batches: Sequence[Sequence[Span]]) -> list[int]:
         """Store batches in one transaction. Returns how many spans of each were new."""
@@ -147,29 +150,29 @@ def read_spans(
 ) -> Iterator[Span]:
     """Spans of these rollouts or traces (all without), ordered by (trace, start time)."""
     with database.snapshot() as con, database.snapshot() as look_up:
-        where, parameters = "", {}
+        where, parameters, parts = "", {}, None
         if rollout_ids is not None or trace_ids is not None:
             parameters = {"rollouts": list(rollout_ids or ()), "traces": list(trace_ids or ())}
-            parameters["sessions"] = _traces_of_sessions(con, parameters["rollouts"])
+            parameters["sessions"] = traces_of_sessions(con, parameters["rollouts"])
             parameters = {name: values for name, values in parameters.items() if values}
             if not parameters:
                 return
+            parts = database.partitions.holding(
+                con,
+                rollout_ids=parameters.get("rollouts", ()),
+                trace_ids=[*parameters.get("traces", ()), *parameters.get("sessions", ())],
+            )
             conditions = {"rollouts": _OF_ROLLOUTS, "traces": _OF_TRACES, "sessions": _OF_SESSIONS}
             where = "WHERE " + " OR ".join(conditions[name] for name in parameters)  # each is a scan
+        for each in (con, look_up):
+            database.partitions.unite(each, parts, tables=(SPANS,))
         result = con.execute(f"{_SPANS} {where} ORDER BY s.trace_id, s.start_ns, s.span_id", parameters)
         names = [column[0] for column in result.description or ()]
         while chunk := result.fetchmany(READ_ROWS):
             rows: list[Row] = [dict(zip(names, values, strict=True)) for values in chunk]
-            expander = Expander(rows, _fetch_bases(look_up), _fetch_messages(look_up))
+            expander = Expander(rows, _fetch_bases(look_up), _fetch_messages(database, look_up, parts))
             for row in rows:
                 yield span_from_row(row, expander.attributes(row))
-
-
-def _traces_of_sessions(con: duckdb.DuckDBPyConnection, rollout_ids: Sequence[str]) -> list[str]:
-    if not rollout_ids:
-        return []
-    sql = "SELECT trace_id FROM sessions WHERE rollout_id IN (SELECT unnest(?))"
-    return [trace_id for (trace_id,) in con.execute(sql, [list(rollout_ids)]).fetchall()]
 
 
 def _fetch_bases(con: duckdb.DuckDBPyConnection) -> Callable[[Sequence[str]], list[Row]]:
@@ -184,9 +187,14 @@ def _fetch_bases(con: duckdb.DuckDBPyConnection) -> Callable[[Sequence[str]], li
     return fetch
 
 
-def _fetch_messages(con: duckdb.DuckDBPyConnection) -> Callable[[Sequence[str]], Mapping[str, str]]:
+def _fetch_messages(
+    database: Database, con: duckdb.DuckDBPyConnection, parts: Sequence[int] | None
+) -> Callable[[Sequence[str]], Mapping[str, str]]:
     def fetch(ids: Sequence[str]) -> Mapping[str, str]:
-        sql = "SELECT message_id, content FROM messages WHERE message_id IN (SELECT unnest(?))"
-        return dict(con.execute(sql, [list(ids)]).fetchall())
+        live = database.partitions.live(MESSAGES)
+        sql = f"SELECT message_id, content FROM {live} WHERE message_id IN (SELECT unnest(?))"
+        found: dict[str, str] = dict(con.execute(sql, [list(ids)]).fetchall())
+        missing = [key for key in ids if key not in found]
+        return found | database.partitions.messages(con, missing, parts) if missing else found
 
     return fetch

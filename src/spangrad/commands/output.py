@@ -106,6 +106,13 @@ def _plain(value: Any) -> Any:
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     """A bar on standard error, moved by (done, in all); None where that is no terminal."""
+    with step_bar(what) as bar:
+        yield None if bar is None else lambda done, total: bar(what, done, total)
+
+
+@contextmanager
+def step_bar(what: str = "") -> Iterator[Callable[[str, int, int], None] | None]:
+    """A bar for several steps, moved by (what is done, done, in all); None where that is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -113,4 +120,4 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield lambda step, done, total: bar.update(task, description=step, completed=done, total=total)
