@@ -1,5 +1,5 @@
-# make setup | demo | test | conformance | chaos | lint | types | bench | bench-demo | clean
-.PHONY: setup demo test conformance chaos lint types bench bench-demo clean
+# make setup | demo | test | conformance | chaos | kills | lint | types | bench | bench-demo | clean
+.PHONY: setup demo test conformance chaos kills lint types bench bench-demo clean
 PYTHON ?= python3
 DEMO_ARGS ?=
 TEST_ARGS ?=
@@ -24,6 +24,9 @@ conformance: $(STAMP)
 
 chaos: $(STAMP)
 	SPANGRAD_CHAOS_S=$${SPANGRAD_CHAOS_S:-120} $(BIN)/python -m pytest tests/chaos $(TEST_ARGS)
+
+kills: $(STAMP)
+	SPANGRAD_KILLS=$${SPANGRAD_KILLS:-200} $(BIN)/python -m pytest tests/store/test_store_killed.py $(TEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
