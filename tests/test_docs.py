@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import typer
 
+from spangrad.adapters.dialects.recognition import IN_ORDER
+from spangrad.adapters.exports.formats import FORMATS
 from spangrad.cli import app
 from spangrad.trainer.config import load_config
 
@@ -57,6 +59,18 @@ def test_config_of_an_example_can_be_trained(file: Path) -> None:
     assert config.serving.model
     for named in (config.agent.function, config.agent.tasks, config.agent.reward):
         assert (file.parent / named.split(":")[0]).is_file()
+
+
+def test_dialects_and_formats_of_exports_are_documented_in_their_order() -> None:
+    page = (ROOT / "adapters" / "README.md").read_text()
+    for heading, known in (("Span dialects", IN_ORDER), ("Exports of other systems", FORMATS)):
+        section = page.split(f"## {heading}\n")[1].split("\n## ")[0]
+        named = [
+            name
+            for row in re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
+            for name in re.findall(r"`(\w+)`", row)
+        ]
+        assert named == [each.name for each in known]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=shown)

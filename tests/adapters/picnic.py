@@ -25,6 +25,30 @@ FINISH_REASONS = ["tool_calls", "tool_calls", "tool_calls", "stop"]
 ANSWER = "Lyon is dry on Saturday; pack the blue blanket. 40 EUR is about 468 NOK."
 ARGUMENTS = ['{"city": "Lyon", "days": 2}', '{"city": "Oslo", "days": 1}']
 """The first arguments, byte for byte as the model wrote them."""
+WRITTEN = [
+    ['{"city": "Lyon", "days": 2}'],
+    ['{"city": "Oslo", "days": 1}', '{"amount": 40, "src": "EUR", "dst": "NOK"}'],
+    [f'{{"query": "{CAFE}", "limit": 3}}'],
+    [],
+]
+"""All arguments of each reply, as the model wrote them."""
+
+
+def _tool(name: str, description: str, required: list[str], **properties: str) -> dict[str, Any]:
+    schema = {key: {"type": kind} for key, kind in properties.items()}
+    parameters = {"type": "object", "properties": schema, "required": required}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
+
+
+TOOL_DEFINITIONS = [
+    _tool("get_weather", "Forecast for a city.", ["city"], city="string", days="integer"),
+    _tool("convert", "Convert money.", ["amount", "src", "dst"], amount="number", src="string", dst="string"),
+    _tool("search_notes", "Search the notes.", ["query"], query="string", limit="integer"),
+]
+"""As OpenAI's client sent them; frameworks word them in their own way."""
 
 
 def calling(content: str | None, *calls: tuple[str, str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,24 +1,26 @@
 """A copy of a store gives back what came in, byte for byte once both are in canonical order."""
 
 import json
+import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf.message import Message  # type: ignore[import-untyped]
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from spangrad.adapters.datasets.otlp import write_copy
+from spangrad.adapters.datasets.otlp import framed, json_line, write_copy
 from spangrad.adapters.datasets.scanning import Scanner
 from spangrad.adapters.ingest import ingest
 from spangrad.adapters.otlp_files import messages
 from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import encode_logs, encode_request
-from spangrad.store.records import LogRecord, SpanEvent
+from spangrad.store.records import LogRecord, Span, SpanEvent
 from tests.adapters.building import span
 from tests.adapters.captured import FIXTURES
 
@@ -42,14 +44,20 @@ def canonical(paths):
                 for resource in message.resource_spans:
                     for scope in resource.scope_spans:
                         for one in scope.spans:
-                            told = b"".join(map(ordered, (resource.resource, scope.scope, one)))
+                            told = whole(resource, scope, one)
                             spans.setdefault((one.trace_id, one.span_id), told)
             elif isinstance(message, ExportLogsServiceRequest):
                 for resource in message.resource_logs:
                     for scope in resource.scope_logs:
                         for one in scope.log_records:
-                            records.add(b"".join(map(ordered, (resource.resource, scope.scope, one))))
+                            records.add(whole(resource, scope, one))
     return spans, records
+
+
+def whole(resource: Any, scope: Any, one: Message) -> bytes:
+    """A span or record with all that is said above it."""
+    urls = f"{resource.schema_url} {scope.schema_url}".encode()
+    return urls + b"".join(map(ordered, (resource.resource, scope.scope, one)))
 
 
 def ordered(message: Message) -> bytes:
@@ -111,60 +119,104 @@ value = st.recursive(
     | st.booleans()
     | st.integers(-(2**63), 2**63 - 1)
     | st.floats(allow_nan=False)
+    | st.just(math.nan)
     | text
     | st.binary(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
     max_leaves=6,
 )
 attributes = st.dictionaries(text, value, max_size=4)
-numbers = st.integers(0, 2**63 - 1)
+numbers = st.integers(0, 2**64 - 1)
+counts = st.integers(0, 2**32 - 1)
+origins = st.fixed_dictionaries(
+    {
+        "resource": attributes,
+        "resource_schema_url": text,
+        "scope": text,
+        "scope_version": text,
+        "scope_attributes": attributes,
+        "schema_url": text,
+    }
+)
+events = st.builds(SpanEvent, text, numbers, attributes, counts)
+links = st.fixed_dictionaries(
+    {
+        "trace_id": st.sampled_from(["1" * 32, "ab" * 16]),
+        "span_id": st.sampled_from(["2" * 16, "cd" * 8]),
+        "trace_state": text,
+        "attributes": attributes,
+        "dropped_attributes": counts,
+        "flags": counts,
+    }
+)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.data())
-def test_any_spans_and_records_come_back_from_either_form(data):
-    spans = [
-        replace(
-            span(f"s{number}", trace=str(number % 2 + 1), parent=data.draw(st.sampled_from([None, "s0"]))),
-            start_ns=data.draw(numbers),
-            end_ns=data.draw(numbers),
-            name=data.draw(text),
-            kind=data.draw(st.integers(0, 9)),
-            status_code=data.draw(st.integers(0, 2)),
-            status_message=data.draw(text),
-            attributes=data.draw(attributes),
-            resource=data.draw(attributes),
-            scope_attributes=data.draw(attributes),
-            events=(SpanEvent(data.draw(text), data.draw(numbers), data.draw(attributes)),),
-            dropped_attributes=data.draw(st.integers(0, 2**32 - 1)),
-        )
-        for number in range(data.draw(st.integers(1, 4)))
-    ]
-    record = LogRecord(
-        spans[0].trace_id,
-        spans[0].span_id,
-        time_ns=data.draw(numbers),
-        observed_ns=1,
-        event_name=data.draw(text),
-        body=data.draw(value),
-        attributes=data.draw(attributes),
+def span_of(number: int) -> st.SearchStrategy[Span]:
+    """Any span with these ids; every other one is in the same trace."""
+    ids = span(f"s{number}", trace=str(number % 2 + 1))
+    told = {
+        "parent_span_id": st.sampled_from([None, "73" * 8, f"{0x7330:016x}"]),
+        "name": text,
+        "kind": st.integers(0, 9),
+        "start_ns": numbers,
+        "end_ns": numbers,
+        "status_code": st.integers(0, 2),
+        "status_message": text,
+        "attributes": attributes,
+        "events": st.lists(events, max_size=2).map(tuple),
+        "links": st.lists(links, max_size=2).map(tuple),
+        "trace_state": text,
+        "flags": counts,
+        "dropped_attributes": counts,
+        "dropped_events": counts,
+        "dropped_links": counts,
+    }
+    return st.tuples(st.fixed_dictionaries(told), origins).map(
+        lambda drawn: replace(ids, **drawn[0], **drawn[1])
     )
+
+
+def record_of(number: int) -> st.SearchStrategy[LogRecord]:
+    """Any record; of a span, of a trace, or of neither."""
+    told = {
+        "trace_id": st.sampled_from([None, "1".rjust(32, "0"), "9" * 32]),
+        "span_id": st.sampled_from([None, f"{0x7330:016x}"]),
+        "time_ns": numbers,
+        "observed_ns": st.just(number + 1),
+        "event_name": text,
+        "body": value,
+        "attributes": attributes,
+        "severity_number": st.integers(0, 24),
+        "severity_text": text,
+        "flags": counts,
+        "dropped_attributes": counts,
+    }
+    return st.tuples(st.fixed_dictionaries(told), origins).map(
+        lambda drawn: LogRecord(**drawn[0], **drawn[1])
+    )
+
+
+@settings(max_examples=15)
+@given(st.data(), st.integers(1, 6), st.integers(0, 3))
+def test_any_batches_in_any_order_with_repeats_come_back_from_either_form(data, span_count, record_count):
+    spans = [data.draw(span_of(number)) for number in range(span_count)]
+    records = [data.draw(record_of(number)) for number in range(record_count)]
+    requests = [(encode_request(spans[at : at + 2]), False) for at in range(0, span_count, 2)]
+    requests += [(encode_logs([record]), True) for record in records]
+    repeated = data.draw(st.lists(st.sampled_from(requests), max_size=2))
+    order = data.draw(st.permutations([*requests, *repeated]))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with FileStore(folder / "s.duckdb") as store:
-            store.put_otlp(encode_request(spans))
-            store.put_logs(encode_logs([record]))
-            files = [copied(store, folder, as_json=as_json) for as_json in (True, False)]
-        sent = [folder / "spans.pb", folder / "logs.pb"]
-        sent[0].write_bytes(framed(encode_request(spans)))
-        sent[1].write_bytes(framed(encode_logs([record])))
-        expected = canonical(sent)
-        assert canonical(files[:1]) == expected
-        assert canonical(files[1:]) == expected
-
-
-def framed(request: bytes) -> bytes:
-    return len(request).to_bytes(4, "big") + request
+        packed, lines = folder / "sent.pb", folder / "sent.jsonl"
+        packed.write_bytes(b"".join(framed(body) for body, _ in order))
+        lines.write_bytes(b"".join(json_line(body, is_logs=is_logs) for body, is_logs in order))
+        expected = canonical([packed])
+        for sent in (packed, lines):
+            with FileStore(folder / f"{sent.name}.duckdb") as store:
+                report = ingest([sent], store)
+                assert (report.new_spans, report.new_logs, report.broken) == (span_count, record_count, ())
+                for as_json in (True, False):
+                    assert canonical([copied(store, folder, as_json=as_json)]) == expected
 
 
 def test_a_copy_of_some_rollouts_has_theirs_alone_and_counts_secrets(tmp_path):
