@@ -8,6 +8,7 @@ Without paths it makes a small export first. Needs `spangrad[train]`; no GPU and
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -118,7 +119,7 @@ def parse_options() -> argparse.Namespace:
 
 def spangrad(*arguments: str | Path) -> None:
     """Run a command as you would in a shell."""
-    print("\n$ spangrad", *arguments, flush=True)
+    print("\n$ spangrad", shlex.join(map(str, arguments)), flush=True)
     done = subprocess.run([sys.executable, "-m", "spangrad", *map(str, arguments)])
     if done.returncode:
         sys.exit(done.returncode)  # it has said why
