@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from spangrad.adapters.calls import calls_from_spans
+from spangrad.adapters.calls import calls_from_spans, calls_of
+from spangrad.adapters.ingest import ingest
+from spangrad.store.file_store import FileStore
 from tests.adapters.captured import FIXTURES, captured
 
 IN_EACH = json.loads((FIXTURES / "CALLS.json").read_text())
@@ -43,6 +45,16 @@ def test_a_reply_with_two_choices_is_one_call(name):
     (call,) = calls_from_spans(captured(name))
     told = ["stop", None] if name == "openinference_litellm/n2" else ["stop", "stop"]  # the first's alone
     assert [choice.finish_reason for choice in call.choices] == told
+
+
+def test_all_files_in_one_store_give_the_calls_of_each(tmp_path):
+    """Twenty recorders told of the same conversations: what one of them told is never taken for another's."""
+    with FileStore(tmp_path / "store.duckdb") as store:
+        report = ingest([FIXTURES / f"{name}.otlp.jsonl" for name in FILES], store)
+        found = {call.call_id: (call.grade, call.span_ids) for call in calls_of(store)}
+    assert report.calls == len(found) == sum(map(expected, FILES))
+    alone = [call for name in FILES for call in calls_from_spans(captured(name))]
+    assert found == {call.call_id: (call.grade, call.span_ids) for call in alone}
 
 
 def test_every_file_is_listed_and_every_listed_file_is_there():
