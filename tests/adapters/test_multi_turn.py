@@ -43,6 +43,7 @@ def told(agent: str, *lost: str, ids: str = "", rollout: str | None = None) -> S
     return Source(agent, frozenset(lost), ids, rollout)
 
 
+# A file or folder, and, where it tells of several, which recorder's.
 SOURCES: Mapping[str, Source] = {
     "genai_langchain/multi_turn.otlp.jsonl": told(LANGCHAIN, "arguments"),
     "genai_openai/multi_turn.otlp.jsonl": told(CLIENT, "arguments"),
@@ -73,8 +74,21 @@ SOURCES: Mapping[str, Source] = {
     "exports/langfuse/observations_v2.jsonl": told(
         CLIENT, "finish reasons", rollout="ac478c5a5ae573b8c1fe08edc473fa0c"
     ),
+    "exports/langfuse/observations_v2.jsonl, LangChain": told(
+        LANGCHAIN, "arguments", "finish reasons", rollout="a5b3bd7e3ea08d2b9a7cac5231544ec4"
+    ),
     "exports/langsmith/runs.jsonl": told(CLIENT, ids="all", rollout="01a227ddc2af7777884ed4a86bc38e66"),
+    "exports/langsmith/bulk, LangChain": told(
+        LANGCHAIN, "arguments", rollout="01a227dd802a71d6ab45ad7454030303"
+    ),
     "exports/otel_collector/traces.jsonl": told(
+        CLIENT, "arguments", rollout="5b73efdba90750a3d6185da822e117b8"
+    ),
+    "exports/phoenix/spans_api.jsonl": told(CLIENT, ids="all", rollout="ab5afe6fc5df678510f39e674c6d73d6"),
+    "exports/phoenix/spans_dataframe_jsonified.parquet": told(
+        CLIENT, ids="all", rollout="ab5afe6fc5df678510f39e674c6d73d6"
+    ),
+    "exports/phoenix/spans_otlpv1.json, OTel GenAI": told(
         CLIENT, "arguments", rollout="5b73efdba90750a3d6185da822e117b8"
     ),
     "exports/plain_chat/messages.jsonl": told(CLIENT, "usage", "sampling"),
@@ -87,7 +101,7 @@ def found(request, tmp_path_factory):
     """A source and its four calls, through a store."""
     source = SOURCES[request.param]
     with FileStore(tmp_path_factory.mktemp("store") / "store.duckdb") as store:
-        ingest([FIXTURES / request.param], store)
+        ingest([FIXTURES / request.param.partition(",")[0]], store)
         calls = calls_of(store)
     if source.rollout is not None:
         own = [call for call in calls if call.trace_id == source.rollout]
