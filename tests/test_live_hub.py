@@ -172,10 +172,10 @@ def test_an_sdk_sends_with_its_environment_alone(hub: Hub, compression: str) -> 
 
 KNOWN = {
     "receivers": {"otlp"},
-    "exporters": {"otlphttp", "file"},
-    "otlphttp": {"endpoint", "headers", "compression", "timeout", "retry_on_failure", "sending_queue"},
+    "exporters": {"otlp_http", "file"},
+    "otlp_http": {"endpoint", "headers", "compression", "timeout", "retry_on_failure", "sending_queue"},
     "file": {"path", "format", "rotation", "compression", "flush_interval", "append"},
-    "retry_on_failure": {"enabled", "initial_interval", "max_interval", "max_elapsed_time"},
+    "retry_on_failure": {"enabled", "initial_interval", "max_interval", "max_elapsed_time", "multiplier"},
     "sending_queue": {
         "enabled",
         "num_consumers",
@@ -201,7 +201,7 @@ def test_the_documented_collector_has_settings_that_exist_and_fit_the_hub() -> N
         assert set(settings) <= KNOWN[kind]
         for part in ("retry_on_failure", "sending_queue"):
             assert set(settings.get(part, ())) <= KNOWN[part]
-    hub = config["exporters"]["otlphttp/spangrad"]
+    hub = config["exporters"]["otlp_http/spangrad"]
     batch = hub["sending_queue"]["batch"]
     assert set(batch) <= KNOWN["batch"]
     assert hub["endpoint"].endswith(":4318")
