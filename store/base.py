@@ -1,6 +1,7 @@
 """What every store can do: `FileStore` (embedded DuckDB) and `HubClient` (HTTP) alike."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from spangrad.store.records import (
@@ -197,6 +198,12 @@ class Store(Protocol):
 
     def query(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[dict[str, Any]]:
         """Run one read-only SQL statement."""
+        ...
+
+    def query_arrow(
+        self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()
+    ) -> AbstractContextManager[Any]:
+        """Run one read-only SQL statement; its answer is a `pyarrow.RecordBatchReader`."""
         ...
 
     def close(self) -> None:

@@ -7,13 +7,13 @@ to be that.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from types import TracebackType
 from typing import Any, Final, Self
 
 import httpx
 
-from spangrad import errors
 from spangrad.errors import HubUnreachableError, SpangradError, StoreError
 from spangrad.store.encoding import decode_json, encode_json
 from spangrad.store.records import (
@@ -30,6 +30,7 @@ from spangrad.store.records import (
 from spangrad.store.wire import (
     LOGS_TYPE,
     SPANS_TYPE,
+    error_from_wire,
     logs_from_frames,
     record_from_wire,
     record_to_wire,
@@ -58,6 +59,7 @@ class HubClient:
         """
         self.url = url.rstrip("/")
         self._retry_s = retry_s
+        self._timeout_s = timeout_s
         self._http = httpx.Client(
             base_url=self.url,
             headers={"authorization": f"Bearer {key}"} if key else {},
@@ -300,6 +302,22 @@ class HubClient:
         arguments = {"sql": sql, "parameters": given, "row_limit": row_limit, "timeout_s": timeout_s}
         return list(self._call("query", arguments))
 
+    @contextmanager
+    def query_arrow(
+        self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = (), *, timeout_s: float = 600.0
+    ) -> Iterator[Any]:
+        """Run one read-only SQL statement; its answer is a `pyarrow.RecordBatchReader`.
+
+        For any number of rows, with exact types, while it is computed. StoreError beyond `timeout_s`.
+        """
+        from spangrad.store.arrow import ARROW_TYPE, answer_from_ipc
+
+        given = dict(parameters) if isinstance(parameters, Mapping) else list(parameters)
+        arguments = {"sql": sql, "parameters": given, "timeout_s": timeout_s}
+        pieces = self._stream("/api/query", arguments, ARROW_TYPE, timeout_s=timeout_s + self._timeout_s)
+        with closing(pieces):
+            yield answer_from_ipc(pieces)
+
     def stats(self) -> dict[str, int]:
         """Rows of each table, and `size_bytes` of the file with its log."""
         return dict(self._call("stats", {}))
@@ -325,8 +343,16 @@ class HubClient:
             raise _no_hub(self.url, response.text)
         return int(count)
 
-    def _stream(self, path: str, arguments: Mapping[str, Any], content_type: str) -> Iterator[bytes]:
-        response = self._send(path, encode_json(arguments).encode(), is_streamed=True)
+    def _stream(
+        self, path: str, arguments: Mapping[str, Any], content_type: str, *, timeout_s: float | None = None
+    ) -> Generator[bytes, None, None]:
+        response = self._send(
+            path,
+            encode_json(arguments).encode(),
+            headers={"accept": content_type},
+            is_streamed=True,
+            timeout_s=timeout_s,
+        )
         try:
             if response.headers.get("content-type") != content_type:
                 raise _no_hub(self.url, response.read().decode(errors="replace"))
@@ -352,11 +378,13 @@ class HubClient:
         headers: Mapping[str, str] | None = None,
         is_repeatable: bool = True,
         is_streamed: bool = False,
+        timeout_s: float | None = None,
     ) -> httpx.Response:
+        timeout = httpx.Timeout(self._timeout_s, read=self._timeout_s if timeout_s is None else timeout_s)
         deadline = time.monotonic() + self._retry_s
         pause_s = _FIRST_PAUSE_S
         while True:
-            request = self._http.build_request("POST", path, content=body, headers=headers)
+            request = self._http.build_request("POST", path, content=body, headers=headers, timeout=timeout)
             try:
                 response = self._http.send(request, stream=is_streamed)
                 break
@@ -388,11 +416,8 @@ def _no_hub(url: str, answer: str) -> HubUnreachableError:
 def _error_from(response: httpx.Response, url: str) -> SpangradError:
     try:
         data = response.json()
-        kind = getattr(errors, data["error"], StoreError)
-        message = str(data["message"])
+        return error_from_wire(data["error"], str(data["message"]))
     except (ValueError, KeyError, TypeError):
         return StoreError(
             f"{url!r} answered {response.status_code}, and not like a hub: {response.text[:200]!r}"
         )
-    is_ours = isinstance(kind, type) and issubclass(kind, SpangradError)
-    return kind(message) if is_ours else StoreError(message)

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,7 +32,7 @@ from spangrad.store.tables import ledger, queue, sessions, unread
 from spangrad.store.tables.database import OUTAGES, Database, store_error
 from spangrad.store.tables.evaluations import reward_by_records, reward_by_traces
 from spangrad.store.tables.logs import insert_logs, read_logs
-from spangrad.store.tables.query import ROW_LIMIT, TIMEOUT_S, run_query
+from spangrad.store.tables.query import ARROW_TIMEOUT_S, ROW_LIMIT, TIMEOUT_S, run_arrow_query, run_query
 from spangrad.store.tables.rewards import put_rewards, select_rewards
 from spangrad.store.tables.span_rewards import reward_by_events
 from spangrad.store.tables.spans import SpanWriter, read_spans
@@ -413,6 +414,19 @@ class FileStore:
     ) -> list[dict[str, Any]]:
         """Run one read-only SQL statement. Raises StoreError beyond `row_limit` rows or `timeout_s`."""
         return run_query(self._database, sql, parameters, row_limit=row_limit, timeout_s=timeout_s)
+
+    def query_arrow(
+        self,
+        sql: str,
+        parameters: Sequence[Any] | Mapping[str, Any] = (),
+        *,
+        timeout_s: float = ARROW_TIMEOUT_S,
+    ) -> AbstractContextManager[Any]:
+        """Run one read-only SQL statement; its answer is a `pyarrow.RecordBatchReader`.
+
+        For any number of rows, with exact types, while it is computed. StoreError beyond `timeout_s`.
+        """
+        return run_arrow_query(self._database, sql, parameters, timeout_s=timeout_s)
 
     def stats(self) -> dict[str, int]:
         """Rows of each table, and `size_bytes` of the file with its log."""

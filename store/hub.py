@@ -3,6 +3,7 @@
     POST /v1/traces      OTLP: protobuf or JSON, compressed or not  agent
     POST /v1/logs        the same, log records                      agent
     POST /api/<name>     the other methods of a store, JSON         see operations.py
+    POST /api/query      accepting Arrow: a stream of any length    evaluator
     POST /api/spans      spans as frames of OTLP protobuf           evaluator
     POST /api/logs       log records, likewise                      evaluator
     GET  /healthz                                                   anybody
@@ -24,9 +25,8 @@ import json
 import logging
 import threading
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
-from itertools import chain
 from typing import Any, Final
 
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
@@ -34,10 +34,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from spangrad.errors import LeaseLostError, PermissionDeniedError, SpangradError, StoreError
+from spangrad.store.arrow import ARROW_TYPE, ipc_from_answer
 from spangrad.store.checking import check_arguments
 from spangrad.store.encoding import decode_json, encode_json
 from spangrad.store.file_store import FileStore
@@ -46,7 +47,9 @@ from spangrad.store.migrations import SCHEMA_VERSION
 from spangrad.store.operations import AUTHORS, OPERATIONS, run_operation
 from spangrad.store.otlp import decode_request, json_logs_to_protobuf, json_to_protobuf
 from spangrad.store.records import Span
+from spangrad.store.streaming import stream
 from spangrad.store.tables.database import OUTAGES
+from spangrad.store.tables.query import ARROW_TIMEOUT_S
 from spangrad.store.wire import LOGS_TYPE, SPANS_TYPE, logs_to_frames, spans_to_frames
 from spangrad.store.writer import GroupWriter
 from spangrad.tracer.conventions import SCOPE_GATEWAY
@@ -111,6 +114,7 @@ def create_app(
             Route("/v1/logs", hub.answer(hub.logs, Role.AGENT), methods=["POST"]),
             Route("/api/spans", hub.answer(hub.stored_spans, Role.EVALUATOR), methods=["POST"]),
             Route("/api/logs", hub.answer(hub.stored_logs, Role.EVALUATOR), methods=["POST"]),
+            Route("/api/query", hub.answer(hub.query, OPERATIONS["query"].role), methods=["POST"]),
             *(
                 Route(f"/api/{name}", hub.answer(hub.operation(name), operation.role), methods=["POST"])
                 for name, operation in OPERATIONS.items()
@@ -235,12 +239,25 @@ class _Hub:
     async def stored_spans(self, request: Request) -> Response:
         arguments = await _arguments(request)
         check_arguments("spans", FileStore.spans, arguments)
-        return await _stream(lambda: spans_to_frames(self._store.spans(**arguments)), SPANS_TYPE)
+        return await stream(lambda: spans_to_frames(self._store.spans(**arguments)), SPANS_TYPE)
 
     async def stored_logs(self, request: Request) -> Response:
         arguments = await _arguments(request)
         check_arguments("logs", FileStore.logs, arguments)
-        return await _stream(lambda: logs_to_frames(self._store.logs(**arguments)), LOGS_TYPE)
+        return await stream(lambda: logs_to_frames(self._store.logs(**arguments)), LOGS_TYPE)
+
+    async def query(self, request: Request) -> Response:
+        """Rows as JSON, or as Arrow for whoever accepts that."""
+        if ARROW_TYPE not in request.headers.get("accept", ""):
+            return await self.operation("query")(request)
+        arguments = await _arguments(request)
+        check_arguments("query", FileStore.query_arrow, arguments)
+        arguments.setdefault("timeout_s", ARROW_TIMEOUT_S)
+        return await stream(
+            lambda: ipc_from_answer(self._store.query_arrow(**arguments)),
+            ARROW_TYPE,
+            limit_s=arguments["timeout_s"],
+        )
 
     def operation(self, name: str) -> Handler:
         async def handler(request: Request) -> Response:
@@ -294,14 +311,6 @@ def _decode(body: bytes, is_json: bool) -> tuple[list[Span], int]:
 def _is_json(request: Request) -> bool:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     return kind == "application/json"
-
-
-async def _stream(begin: Callable[[], Iterator[bytes]], content_type: str) -> Response:
-    def first() -> Iterator[bytes]:
-        frames = begin()
-        return chain([next(frames)], frames)  # an error here still has a status of its own
-
-    return StreamingResponse(await run_in_threadpool(first), media_type=content_type)
 
 
 async def _arguments(request: Request) -> dict[str, Any]:

@@ -11,12 +11,13 @@ of two zeros ends the stream; a stream without it was cut off. Log records likew
 """
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from itertools import islice
 from typing import Any, Final, TypeVar
 
-from spangrad.errors import StoreError
+from spangrad import errors
+from spangrad.errors import SpangradError, StoreError
 from spangrad.store.checking import check_fields
 from spangrad.store.encoding import decode_json, encode_json
 from spangrad.store.otlp import decode_logs, decode_request, encode_logs, encode_request
@@ -72,6 +73,14 @@ def records_from_wire(kind: type[Record], data: Any) -> list[Record]:
     return [record_from_wire(kind, item) for item in data]
 
 
+def error_from_wire(kind: str, message: str) -> SpangradError:
+    """An error of ours from the name of its class; StoreError for a name that is unknown here."""
+    found = getattr(errors, kind, None)
+    if isinstance(found, type) and issubclass(found, SpangradError):
+        return found(message)
+    return StoreError(message)
+
+
 def status_from_wire(value: Any) -> RolloutStatus:
     """A status from its text."""
     try:
@@ -93,7 +102,7 @@ _CONVERT: Final[Mapping[str, Callable[[Any], Any]]] = {
 }
 
 
-def spans_to_frames(spans: Iterable[Span]) -> Iterator[bytes]:
+def spans_to_frames(spans: Iterable[Span]) -> Generator[bytes, None, None]:
     """Frames of a stream of spans, the last one included."""
     iterator = iter(spans)
     while chunk := list(islice(iterator, _SPANS_PER_FRAME)):
@@ -117,7 +126,7 @@ def spans_from_frames(pieces: Iterable[bytes]) -> Iterator[Span]:
             yield replace(span, rollout_id=rollout_id, attempt=attempt)
 
 
-def logs_to_frames(records: Iterable[LogRecord]) -> Iterator[bytes]:
+def logs_to_frames(records: Iterable[LogRecord]) -> Generator[bytes, None, None]:
     """Frames of a stream of log records, the last one included."""
     iterator = iter(records)
     while chunk := list(islice(iterator, _SPANS_PER_FRAME)):

@@ -6,18 +6,22 @@ SELECT or EXPLAIN statement is run, and it runs in a read-only transaction, so n
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date, time
 from decimal import Decimal
 from typing import Any, Final
 
 import duckdb
+import pyarrow as pa  # type: ignore[import-untyped]
 
 from spangrad.errors import StoreError
 from spangrad.store.tables.database import Database
 
 ROW_LIMIT: Final = 10_000
 TIMEOUT_S: Final = 30.0
+ARROW_TIMEOUT_S: Final = 600.0
+_BATCH_ROWS: Final = 1000
 
 _ASKERS_FAULT: Final = (
     duckdb.ProgrammingError,
@@ -29,16 +33,60 @@ _ASKERS_FAULT: Final = (
     duckdb.TransactionException,  # an attempt to write
 )
 
+Parameters = Sequence[Any] | Mapping[str, Any]
+
 
 def run_query(
     database: Database,
     sql: str,
-    parameters: Sequence[Any] | Mapping[str, Any] = (),
+    parameters: Parameters = (),
     *,
     row_limit: int = ROW_LIMIT,
     timeout_s: float = TIMEOUT_S,
 ) -> list[dict[str, Any]]:
     """Rows of one read-only statement; StoreError if it writes, takes too long or returns too much."""
+    with _asked(database, sql, timeout_s) as (con, _):
+        result = con.execute(sql, parameters) if parameters else con.execute(sql)
+        rows = result.fetchmany(row_limit + 1)
+        if len(rows) > row_limit:
+            raise StoreError(
+                f"the query returns more than {row_limit} rows; add LIMIT, count and group, "
+                "or take all as Arrow: `spangrad sql --parquet`, `SpanStore`, `query_arrow`"
+            )
+        names = [column[0] for column in result.description or ()]
+        return [dict(zip(names, map(plain, row), strict=True)) for row in rows]
+
+
+@contextmanager
+def run_arrow_query(
+    database: Database, sql: str, parameters: Parameters = (), *, timeout_s: float = ARROW_TIMEOUT_S
+) -> Iterator[pa.RecordBatchReader]:
+    """The answer to one read-only statement while it is computed: any number of rows, types exact.
+
+    StoreError if it writes, or is not read to its end within `timeout_s`: until then it keeps a state of
+    the file, whatever is written meanwhile.
+    """
+    with _asked(database, sql, timeout_s) as (con, failure):
+        relation = con.sql(sql, params=parameters) if parameters else con.sql(sql)
+        reader: Any = relation.to_arrow_reader(_BATCH_ROWS)  # of `con.execute` it would be a copy of all rows
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            try:
+                yield from reader
+            except OSError as error:  # DuckDB's, come through Arrow
+                raise failure(error) from error
+
+        try:
+            yield pa.RecordBatchReader.from_batches(reader.schema, batches())
+        finally:
+            reader.close()
+
+
+@contextmanager
+def _asked(
+    database: Database, sql: str, timeout_s: float
+) -> Iterator[tuple[duckdb.DuckDBPyConnection, Callable[[Exception], Exception]]]:
+    """A connection to ask this on, and what to raise instead of an error of asking it."""
     with database.snapshot() as con:
         is_late = threading.Event()
 
@@ -46,27 +94,23 @@ def run_query(
             is_late.set()
             con.interrupt()
 
+        def failure(error: Exception) -> Exception:
+            if is_late.is_set():
+                return StoreError(f"the query took longer than {timeout_s:g} s and was stopped; ask for less")
+            if isinstance(error, duckdb.Error) and not isinstance(error, _ASKERS_FAULT):
+                return error
+            return StoreError(f"{str(database.path)!r}: {' '.join(str(error).split())}")
+
         timer = threading.Timer(timeout_s, stop)
         timer.start()
         try:
             _check(con, sql)
             database.partitions.unite_for(con, sql)
-            result = con.execute(sql, parameters) if parameters else con.execute(sql)
-            rows = result.fetchmany(row_limit + 1)
-        except duckdb.InterruptException as error:
-            if not is_late.is_set():
-                raise
-            raise StoreError(
-                f"the query took longer than {timeout_s:g} s and was stopped; ask for less"
-            ) from error
-        except _ASKERS_FAULT as error:
-            raise StoreError(f"{str(database.path)!r}: {' '.join(str(error).split())}") from error
+            yield con, failure
+        except duckdb.Error as error:
+            raise failure(error) from error
         finally:
             timer.cancel()
-        if len(rows) > row_limit:
-            raise StoreError(f"the query returns more than {row_limit} rows; add LIMIT, or count and group")
-        names = [column[0] for column in result.description or ()]
-        return [dict(zip(names, map(plain, row), strict=True)) for row in rows]
 
 
 def plain(value: Any) -> Any:

@@ -1,9 +1,10 @@
 """Commands that answer questions about a store: `spangrad sql`, `spangrad report`."""
 
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -17,12 +18,13 @@ from spangrad.commands.options import (
     other_names,
 )
 from spangrad.commands.output import note, print_json, print_rows
-from spangrad.errors import StoreError
+from spangrad.errors import SpangradError, StoreError
 from spangrad.store.records import DEFAULT_REWARD
 
 if TYPE_CHECKING:
     from spangrad.store.base import Store
 
+_ROW_GROUP_BYTES: Final = 32 * 2**20
 TABLES_SQL = """
 SELECT table_name AS name, CASE table_type WHEN 'VIEW' THEN 'view' ELSE 'table' END AS kind,
   table_comment AS what FROM (
@@ -41,7 +43,8 @@ def sql(
     store: StoreOption = DEFAULT_STORE,
     key: KeyOption = None,
     parquet: Annotated[
-        Path | None, typer.Option("--parquet", help="Write the answer to this Parquet file instead.")
+        Path | None,
+        typer.Option("--parquet", help="Write the answer to this Parquet file instead, any number of rows."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -52,13 +55,14 @@ def sql(
     trained on), grades (what keeps calls from being trained). `DESCRIBE steps` names
     the columns of one.
     """
+    question = statement if statement is not None else TABLES_SQL
     with opened(store, key) as asked:
-        rows = asked.query(statement if statement is not None else TABLES_SQL)
+        if parquet is not None:
+            note(f"{_write_parquet(asked, question, parquet)} rows in {parquet}")
+            return
+        rows = asked.query(question)
         columns = list(rows[0]) if rows else _columns(asked, statement)
-    if parquet is not None:
-        _write_parquet(rows, columns, parquet)
-        note(f"{len(rows)} rows in {parquet}")
-    elif as_json:
+    if as_json:
         print_json(rows)
     else:
         numbers = [name for name in columns if any(_is_number(row[name]) for row in rows)]
@@ -118,12 +122,32 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _write_parquet(rows: Sequence[dict[str, Any]], columns: Sequence[str], path: Path) -> None:
+def _write_parquet(store: "Store", question: str, path: Path) -> int:
+    """Write an answer of any length, whole or not at all. Returns how many rows."""
     import pyarrow as pa  # type: ignore[import-untyped]
     from pyarrow import parquet
 
+    part = Path(f"{path}.part")
+    rows = 0
     try:
-        table = pa.table({name: pa.array([row[name] for row in rows]) for name in columns})
-        parquet.write_table(table, path, compression="zstd")
+        with (
+            store.query_arrow(question) as answer,
+            parquet.ParquetWriter(part, answer.schema, compression="zstd") as writer,
+        ):
+            waiting: list[Any] = []
+            for batch in chain(answer, [None]):
+                if waiting and (batch is None or sum(one.nbytes for one in waiting) > _ROW_GROUP_BYTES):
+                    writer.write_table(pa.Table.from_batches(waiting))
+                    waiting.clear()
+                if batch is not None:
+                    waiting.append(batch)
+                    rows += len(batch)
+        part.replace(path)
+    except SpangradError:
+        raise
     except (OSError, pa.ArrowException) as error:
         raise StoreError(f"the answer can't be written to {str(path)!r}: {error}") from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+    return rows
