@@ -17,6 +17,7 @@ import uvicorn
 from spangrad.errors import ConfigError, PortInUseError, StoreError
 from spangrad.store.file_store import FileStore
 from spangrad.store.hub import LOOPBACK_HOSTS, Beside, create_app
+from spangrad.store.hub_address import announced
 from spangrad.store.keys import Keys
 from spangrad.tracer.access import is_loopback
 
@@ -63,7 +64,8 @@ def serve(
             app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=SHUTDOWN_S
         )
         server = _Server(config, lambda: on_ready(url) if on_ready else None)
-        _run(server, listener)
+        with announced(path, url):
+            _run(server, listener)
     if store.is_invalidated:
         raise StoreError(
             f"the database {str(path)!r} met a fatal error; what was acknowledged is in it, "

@@ -35,6 +35,7 @@ from spangrad.errors import (
 )
 from spangrad.store.archive.folder import tidy
 from spangrad.store.archive.partitions import Partitions, archive_folder, literal
+from spangrad.store.hub_address import hub_of
 from spangrad.store.migrations import SCHEMA_VERSION, check_version, is_empty, migrate
 
 THREADS = 4
@@ -216,6 +217,11 @@ def store_error(error: Exception, path: Path) -> StoreError:
 
 
 def _locked(name: str, pid: Any) -> StoreLockedError:
+    if (url := hub_of(name, str(pid))) is not None:
+        return StoreLockedError(
+            f"{name!r} is served by the hub at {url} (process {pid}); use that address instead of the path"
+            f" (`--store {url}`, with --key if the hub has keys), or stop the hub"
+        )
     return StoreLockedError(
         f"{name!r} is held by process {pid}; stop it, or if it is a hub, "
         "use the hub's URL instead of the path"

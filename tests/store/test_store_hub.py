@@ -1,4 +1,5 @@
 import gzip
+import os
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from spangrad.errors import (
     LeaseLostError,
     PortInUseError,
     StoreError,
+    StoreLockedError,
 )
 from spangrad.store.client import HubClient
 from spangrad.store.file_store import FileStore
@@ -279,6 +281,31 @@ def test_a_hub_that_is_told_to_stop_folds_its_log_and_exits_cleanly(tmp_path: Pa
     assert not path.with_name("s.duckdb.wal").exists()
     with FileStore(path, read_only=True) as store:
         assert store.stats()["spans"] == 3
+
+
+def test_whoever_finds_the_file_locked_learns_where_the_hub_is(tmp_path: Path) -> None:
+    path = tmp_path / "s.duckdb"
+    with HubProcess(path) as process:
+        said = f"served by the hub at {process.url} \\(process {process.process.pid}\\); use that address"
+        for read_only in (False, True):
+            with pytest.raises(StoreLockedError, match=said):
+                FileStore(path, read_only=read_only)
+        assert process.terminate() == 0
+    assert not (tmp_path / "s.duckdb.hub").exists()
+
+
+def test_what_a_killed_hub_left_is_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "s.duckdb"
+    with HubProcess(path) as process:
+        process.kill()
+    assert (tmp_path / "s.duckdb.hub").exists()
+    with FileStore(path) as store:
+        holder = "import sys; from spangrad.store import open_store; open_store(sys.argv[1])"
+        done = subprocess.run([sys.executable, "-c", holder, str(path)], capture_output=True, text=True)
+        assert store.rollouts() == []
+    assert f"is held by process {os.getpid()}; stop it" in done.stderr
+    with HubProcess(path) as process:
+        assert process.url in (tmp_path / "s.duckdb.hub").read_text()
 
 
 def test_a_client_waits_for_a_hub_that_restarts(tmp_path: Path) -> None:
