@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from spangrad.store.client import HubClient
     from spangrad.store.file_store import FileStore
+    from spangrad.store.span_store import SpanStore
 
-__all__ = ["FileStore", "HubClient", "open_store"]
+__all__ = ["FileStore", "HubClient", "SpanStore", "open_store"]
 
 
 def open_store(
@@ -42,4 +43,8 @@ def __getattr__(name: str) -> object:
         from spangrad.store.client import HubClient
 
         return HubClient
+    if name == "SpanStore":
+        from spangrad.store.span_store import SpanStore
+
+        return SpanStore
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

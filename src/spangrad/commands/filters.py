@@ -7,32 +7,24 @@ Knows the options that name rollouts. Does not know what is shown of them.
 * Without a split, training rows are of rollouts that a trainer trains on.
 """
 
-import difflib
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from spangrad.commands.output import note
 from spangrad.errors import ConfigError, StoreError
+from spangrad.store.names import is_known, known_names, nearest, unknown
 from spangrad.store.records import RewardAuthor, Rollout
 
 if TYPE_CHECKING:
     from spangrad.store.base import Store
 
-_SHOWN: Final = 12
-"""Known names that an error lists at most."""
 _IDS_AT_ONCE: Final = 10_000
 """Rows that a query returns at most."""
 _TRAINED: Final = "train"
 _CLONED: Final = "expert"
 _MEASURED: Final = "eval"
 """Splits of a run: what updates learn from, what a warm start clones, how those that only measure begin."""
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """`; did you mean ...?`, or nothing if no known name is near."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def rollouts_that_fit(
@@ -52,9 +44,7 @@ def rollouts_that_fit(
     if found:
         return found
     for column, wanted in (("run_id", run), ("split", split)):
-        if wanted is not None and not store.query(
-            f"SELECT 1 FROM rollouts WHERE {column} = ? LIMIT 1", [wanted]
-        ):
+        if wanted is not None and not is_known(store, "rollouts", column, wanted):
             raise StoreError(_unknown(store, target, column, wanted))
     asked = [f"--rollout {name}" for name in rollouts or ()]
     asked += [f"{option} {value}" for option, value in (("--run", run), ("--split", split)) if value]
@@ -116,21 +106,13 @@ def is_measured(rollout: Rollout) -> bool:
 
 
 def _unknown(store: "Store", target: str, column: str, name: str) -> str:
-    rows = store.query(  # by likeness, as a store has any number of rollouts
-        f"SELECT {column} AS name FROM rollouts WHERE {column} IS NOT NULL GROUP BY 1"
-        f" ORDER BY jaro_winkler_similarity({column}, ?) DESC, 1 LIMIT {_SHOWN + 1}",
-        [name],
-    )
-    what = {"rollout_id": "rollout", "run_id": "rollout of run", "split": "rollout of split"}[column]
-    text = f"there is no {what} {name!r} in {target!r}"
-    known = [row["name"] for row in rows]
+    known = known_names(store, "rollouts", column, name)
+    there = None
     if not known:
-        return f"{text}; {_no_rollouts(store, target)}"
-    more = ", ..." if len(known) > _SHOWN else ""
-    there = f"known are {', '.join(sorted(known[:_SHOWN]))}{more}"
-    if column == "rollout_id":
+        there = _no_rollouts(store, target)
+    elif column == "rollout_id":
         there = "`spangrad rollouts` lists what is there"
-    return f"{text}; {there}{nearest(name, known)}"
+    return unknown(column, name, target, known, there=there)
 
 
 def _no_rollouts(store: "Store", target: str) -> str:
