@@ -166,7 +166,7 @@ class Rollout:
     @property
     def failure(self) -> str | None:
         """Type and text of the error, `ValueError: no such table`, as everybody shows it."""
-        return ": ".join(part for part in (self.error_type, self.error) if part) or None
+        return ": ".join(dict.fromkeys(part for part in (self.error_type, self.error) if part)) or None
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,6 +237,17 @@ def test_run_ends_as_the_agent_does(tmp_path: Path) -> None:
     store = tmp_path / ".spangrad" / "store.duckdb"
     (row,) = listed("rollouts", "--store", str(store), "--json")
     assert (row["status"], row["calls"], row["split"]) == ("failed", 0, "recorded")
+    assert row["error"] == "exit code 3"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_recorded_into_another_ones_rollout_says_so(tmp_path: Path) -> None:
+    command = ("run", "--rollout", "r-1", "--", sys.executable, "-c", "pass")
+    first, second = spangrad(*command, cwd=tmp_path), spangrad(*command, cwd=tmp_path)
+    assert (first.returncode, first.stderr) == (0, "")
+    assert second.returncode == 0
+    (line,) = second.stderr.splitlines()
+    assert "rollout 'r-1' is in .spangrad/store.duckdb already, and this run is recorded into" in line
 
 
 def test_doctor_prints_what_it_found() -> None:

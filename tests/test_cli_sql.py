@@ -1,8 +1,10 @@
 """`spangrad sql` and `spangrad report`, run as a user runs them."""
 
 import json
+import signal
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
@@ -13,6 +15,7 @@ from spangrad.store import open_store
 from spangrad.store.file_store import FileStore
 from spangrad.store.records import Reward
 from tests.command_line import ingested, listed, recorded, spangrad
+from tests.waiting import wait_until
 
 MULTI_TURN = Path(__file__).parent / "adapters" / "fixtures" / "genai_openai" / "multi_turn.otlp.jsonl"
 
@@ -45,6 +48,43 @@ def test_an_answer_is_a_table_json_or_parquet(store, tmp_path):
     assert sql(ask, "--store", store, "--parquet", str(file)).returncode == 0
     assert pq.read_table(file).to_pylist() == rows
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
+
+
+def test_parquet_takes_any_number_of_rows_and_keeps_types(store, tmp_path):
+    file = tmp_path / "big.parquet"
+    ask = (
+        "SELECT i::UBIGINT AS i, (i / 3)::DECIMAL(9, 2) AS d, [i] AS l, NULL::INT AS n FROM range(30000) t(i)"
+    )
+    done = sql(ask, "--store", store, "--parquet", str(file))
+    assert (done.returncode, done.stderr) == (0, f"30000 rows in {file}\n")
+    found = pq.read_table(file)
+    assert found.slice(29_999).to_pylist() == [
+        {"i": 29_999, "d": Decimal("9999.67"), "l": [29_999], "n": None}
+    ]
+    assert pq.ParquetFile(file).num_row_groups == 1
+    late = "SELECT CASE WHEN i = 29999 THEN error('boom') ELSE 'x' END AS x FROM range(30000) t(i)"
+    for statement, target in ((late, file), ("SELECT 1", tmp_path), ("SELECT 1", file / "below")):
+        done = sql(statement, "--store", store, "--parquet", str(target))
+        assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["big.parquet"]  # as it was, and nothing beside it
+    assert pq.read_table(file).num_rows == 30_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--parquet", "x.parquet")])
+def test_ctrl_c_ends_a_question_without_a_word(store, tmp_path, more):
+    endless = "SELECT count(*) FROM range(10000000) a, range(10000000) b"
+    command = [sys.executable, "-m", "spangrad", "sql", endless, "--store", store, *more]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, cwd=tmp_path) as asking:
+        wait_until(lambda: is_open(store, asking.pid), 60)
+        asking.send_signal(signal.SIGINT)
+        out, err = asking.communicate(timeout=60)
+    assert (asking.returncode, out, err) == (130, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def is_open(file: str, pid: int) -> bool:
+    return any(link.resolve() == Path(file) for link in Path(f"/proc/{pid}/fd").iterdir())
 
 
 def test_an_answer_without_rows_has_its_heading(store):

@@ -252,7 +252,7 @@ def build(kind: type[T], raw: Mapping[str, Any], *, where: str) -> T:
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in raw:
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.4)
+            near = difflib.get_close_matches(key, fields, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(fields))}"
             raise ConfigError(f"{where}: unknown key {key!r}{hint}")
     values = {key: _value(hints[key], value, where=f"{where}: {key}") for key, value in raw.items()}

@@ -205,6 +205,11 @@ def up(config: UpConfig, *, say: Callable[[str], None] = print) -> None:
             stack.start_engine()
         if config.engine_url is not None or config.model is not None:
             say(f"engine   {stack.engine_url}")
+        else:
+            say(
+                f"engine   none: name a model folder, or start one at {stack.engine_url}"
+                " (`spangrad serve MODEL`); until then agents get no answers"
+            )
         stack.start_gateway()
         say(f"gateway  {stack.gateway_url}/v1")
         say("         OPENAI_BASE_URL of your agent; OPENAI_API_KEY is the agent's key from the file of keys")

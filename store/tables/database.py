@@ -46,6 +46,8 @@ _opened: set[Path] = set()
 _opened_lock = threading.Lock()
 
 _FULL = ("no space left", "file too large", "disk quota exceeded")
+_FOREIGN = ("not a valid duckdb database", "loading external extensions is disabled")
+_DAMAGED = ("corrupt database file", "could not read enough bytes")
 _UNFIT = (duckdb.DataError, duckdb.IntegrityError, duckdb.NotSupportedError, duckdb.InvalidInputException)
 """What DuckDB says of values that it can't take; anything else is the file's, the disk's or the memory's."""
 
@@ -125,6 +127,8 @@ class Database:
                     raise
             except (duckdb.Error, OSError) as error:
                 raise self._error(error) from error
+            except RuntimeError as error:
+                raise _interrupted(error) from error
 
     @contextmanager
     def snapshot(self) -> Iterator[duckdb.DuckDBPyConnection]:
@@ -138,6 +142,8 @@ class Database:
             yield cursor
         except duckdb.Error as error:
             raise self._error(error) from error
+        except RuntimeError as error:
+            raise _interrupted(error) from error
         finally:
             with self._lock:
                 self._cursors.discard(cursor)
@@ -181,6 +187,11 @@ class Database:
             raise DatabaseFailedError(f"{str(self.path)!r} is closed; open it again")
 
 
+def _interrupted(error: RuntimeError) -> BaseException:
+    """Ctrl-C, for which DuckDB has an error of its own; any other error is given back."""
+    return KeyboardInterrupt() if str(error) == "Query interrupted" else error
+
+
 def _stop(cursor: duckdb.DuckDBPyConnection) -> None:
     """Close a cursor that another thread may be using, which DuckDB refuses while it is."""
     deadline = time.monotonic() + STOP_S
@@ -208,10 +219,17 @@ def store_error(error: Exception, path: Path) -> StoreError:
     if "could not set lock" in text.lower():
         holder = re.search(r"PID (\d+)", text)
         return _locked(name, holder.group(1) if holder else "unknown")
+    if any(phrase in text.lower() for phrase in _FOREIGN):
+        return StoreError(f"{name!r} is no DuckDB database, so no spangrad store; check the path")
     if "replaying wal" in text.lower():
         return DatabaseFailedError(
             f"the log of {name!r} is damaged; move '{name}.wal' aside, open the store again, "
             f"and send the last spans anew ({text})"
+        )
+    if any(phrase in text.lower() for phrase in _DAMAGED):
+        return DatabaseFailedError(
+            f"{name!r} is damaged or cut short; put a copy in its place, "
+            f"or move it aside to begin a new store ({text})"
         )
     return (StoreError if isinstance(error, _UNFIT) else DatabaseFailedError)(f"{name!r}: {text}")
 

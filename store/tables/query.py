@@ -7,6 +7,7 @@ SELECT or EXPLAIN statement is run, and it runs in a read-only transaction, so n
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import date, time
 from decimal import Decimal
@@ -16,7 +17,7 @@ import duckdb
 import pyarrow as pa  # type: ignore[import-untyped]
 
 from spangrad.errors import StoreError
-from spangrad.store.tables.database import Database
+from spangrad.store.tables.database import Database, store_error
 
 ROW_LIMIT: Final = 10_000
 TIMEOUT_S: Final = 30.0
@@ -32,6 +33,9 @@ _ASKERS_FAULT: Final = (
     duckdb.DependencyException,
     duckdb.TransactionException,  # an attempt to write
 )
+
+_FILES_FAULT: Final = ("IO Error", "Corrupt", "Serialization Error", "FATAL", "INTERNAL", "Out of Memory")
+"""How DuckDB's messages begin of what is not the asker's fault, where only they come through."""
 
 Parameters = Sequence[Any] | Mapping[str, Any]
 
@@ -66,13 +70,15 @@ def run_arrow_query(
     StoreError if it writes, or is not read to its end within `timeout_s`: until then it keeps a state of
     the file, whatever is written meanwhile.
     """
-    with _asked(database, sql, timeout_s) as (con, failure):
+    with _asked(database, sql, timeout_s) as (con, failure), _interruptible(con) as run:
         relation = con.sql(sql, params=parameters) if parameters else con.sql(sql)
-        reader: Any = relation.to_arrow_reader(_BATCH_ROWS)  # of `con.execute` it would be a copy of all rows
+        # Of `con.execute` it would be a copy of all rows.
+        reader: Any = run(lambda: relation.to_arrow_reader(_BATCH_ROWS))
 
         def batches() -> Iterator[pa.RecordBatch]:
             try:
-                yield from reader
+                while (batch := run(lambda: next(reader, None))) is not None:
+                    yield batch
             except OSError as error:  # DuckDB's, come through Arrow
                 raise failure(error) from error
 
@@ -99,6 +105,8 @@ def _asked(
                 return StoreError(f"the query took longer than {timeout_s:g} s and was stopped; ask for less")
             if isinstance(error, duckdb.Error) and not isinstance(error, _ASKERS_FAULT):
                 return error
+            if isinstance(error, OSError) and str(error).startswith(_FILES_FAULT):
+                return store_error(error, database.path)
             return StoreError(f"{str(database.path)!r}: {' '.join(str(error).split())}")
 
         timer = threading.Timer(timeout_s, stop)
@@ -111,6 +119,25 @@ def _asked(
             raise failure(error) from error
         finally:
             timer.cancel()
+
+
+@contextmanager
+def _interruptible(con: duckdb.DuckDBPyConnection) -> Iterator[Callable[[Callable[[], Any]], Any]]:
+    """Runs work so that Ctrl-C ends it: DuckDB, reading as Arrow, looks for no signal."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda work: work()
+        return
+    with ThreadPoolExecutor(1) as pool:
+
+        def run(work: Callable[[], Any]) -> Any:
+            done = pool.submit(work)
+            try:
+                return done.result()
+            except KeyboardInterrupt:
+                con.interrupt()
+                raise
+
+        yield run
 
 
 def plain(value: Any) -> Any:

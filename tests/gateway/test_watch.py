@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spangrad.trainer.processes import free_port
-from spangrad.trainer.up import Stack, UpConfig, watch
+from spangrad.trainer.up import Stack, UpConfig, up, watch
 
 pytestmark = pytest.mark.slow
 
@@ -48,3 +48,27 @@ def test_a_part_that_cant_be_started_again_is_tried_until_it_can(tmp_path: Path)
     ]
     assert "is taken" in said[1] or "can't be listened on" in said[1], said[1]
     assert said[1].endswith("trying again in 0.05 s") and said[2].endswith("trying again in 0.1 s")
+
+
+def test_without_an_engine_what_is_missing_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        if line.startswith("gateway"):
+            raise KeyboardInterrupt
+
+    config = UpConfig(
+        model=None,
+        folder=str(tmp_path),
+        store=str(tmp_path / "s.duckdb"),
+        gateway_port=free_port(),
+        hub_port=free_port(),
+        engine_port=free_port(),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        up(config, say=say)
+    (line,) = [line for line in said if line.startswith("engine")]
+    assert line.startswith(
+        f"engine   none: name a model folder, or start one at http://127.0.0.1:{config.engine_port}"
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from spangrad.errors import SchemaVersionError, StoreError, StoreLockedError
+from spangrad.errors import DatabaseFailedError, SchemaVersionError, StoreError, StoreLockedError
 from spangrad.store import open_store
 from spangrad.store.file_store import FileStore
 from spangrad.store.migrations import MIGRATIONS, SCHEMA_VERSION, m001_initial, migrate
@@ -95,6 +95,42 @@ def test_paths_that_hold_no_store_are_refused_in_one_sentence(tmp_path: Path) ->
         FileStore(garbage)
     assert "\n" not in str(raised.value)
     assert garbage.read_bytes() == b"not a database " * 1000
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_what_is_no_database_or_a_damaged_one_is_said_to_be_that(tmp_path: Path, read_only: bool) -> None:
+    path = tmp_path / "s.duckdb"
+    FileStore(path).close()
+    whole = path.read_bytes()
+    for content, says in (
+        (
+            b"not a database " * 1000,
+            r"s\.duckdb' is no DuckDB database, so no spangrad store; check the path",
+        ),
+        (b"SQLite format 3\0" + bytes(8000), r"s\.duckdb' is no DuckDB database"),
+        (whole[:5000], r"s\.duckdb' is damaged or cut short; put a copy in its place"),
+        (whole[:4096] + bytes(100) + whole[4196:], r"s\.duckdb' is damaged or cut short"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(StoreError, match=says):
+            FileStore(path, read_only=read_only)
+        assert path.read_bytes() == content
+
+
+def test_a_damaged_part_is_the_same_error_as_rows_and_as_arrow(tmp_path: Path) -> None:
+    path = tmp_path / "s.duckdb"
+    with FileStore(path) as store:
+        for number in range(40):
+            store.put_otlp(request(conversation(new_trace(), f"r-{number}", 20)))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with FileStore(path, read_only=True) as store:
+        with pytest.raises(DatabaseFailedError, match="is damaged or cut short"):
+            store.query("SELECT * FROM spans")
+        with (
+            pytest.raises(DatabaseFailedError, match="is damaged or cut short"),
+            store.query_arrow("SELECT * FROM spans") as answer,
+        ):
+            answer.read_all()
 
 
 @pytest.mark.parametrize("read_only", [False, True])

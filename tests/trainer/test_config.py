@@ -190,6 +190,8 @@ def test_overrides_win_and_take_toml_or_plain_text(tmp_path):
 def test_an_override_with_an_unknown_key_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="unknown key 'temprature'; did you mean 'temperature'"):
         load_config(write(tmp_path, MINIMAL), ["rollout.temprature=1"])
+    with pytest.raises(ConfigError, match=r"unknown key 'nope'; known are .*, lr,"):  # nothing is near
+        load_config(write(tmp_path, MINIMAL), ["learner.nope=1"])
 
 
 def test_a_file_that_is_not_toml_or_not_there_is_one_clear_error(tmp_path):

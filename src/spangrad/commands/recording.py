@@ -11,7 +11,7 @@ import typer
 
 from spangrad.commands.options import DEFAULT_STORE, JsonOption, KeyOption, StoreOption, is_hub, opened
 from spangrad.commands.output import cell, note, print_json, print_rows
-from spangrad.errors import DialectError, StoreLockedError
+from spangrad.errors import DialectError, StoreError, StoreLockedError
 
 if TYPE_CHECKING:
     from spangrad.adapters.ingest import IngestReport
@@ -45,6 +45,8 @@ def run(
 
         with suppress(StoreLockedError):  # whoever holds it has a schema that fits
             check_file(store)
+    if rollout is not None:
+        _tell_known(rollout, store, key)
     code = run_command(command, store=store, key=key, rollout_id=rollout, task_id=task)
     if sys.stderr.isatty():
         from spangrad.trainer.processes import own_command
@@ -52,6 +54,21 @@ def run(
         listing = f"{own_command()} rollouts --store {shlex.quote(store)}"
         note(f"spangrad: recorded into {store}; list it with: {listing}")
     raise typer.Exit(code)
+
+
+def _tell_known(rollout: str, store: str, key: str | None) -> None:
+    """Warn where another run has recorded itself as this rollout: nothing tells their spans apart."""
+    from spangrad.store.client import HubClient
+    from spangrad.store.reading import open_to_read
+
+    with suppress(StoreError):  # not there yet, locked, or not ours to read
+        with HubClient(store, key, 2.0, retry_s=0.0) if is_hub(store) else open_to_read(store) as known:
+            is_known = bool(known.rollouts(rollout_ids=[rollout]))
+        if is_known:
+            note(
+                f"spangrad: rollout {rollout!r} is in {store} already, and this run is recorded into the same"
+                " attempt of it; without --rollout it gets an id of its own"
+            )
 
 
 def ingest(
