@@ -33,7 +33,7 @@ _READER: Final = "spangrad.adapters.accounts:account_unread"
 """What reads the calls of traces that nobody has read yet; by name, as dialects are a layer above."""
 GRADES: Final = ("exact", "ids", "text", "unusable")
 
-_TIME: Final = "make_timestamp_ns(try_cast({} AS BIGINT))"
+_TIME: Final = "TRY(make_timestamp_ns({}::BIGINT))"
 _SPAN_TIMES: Final = (
     f"{_TIME.format('s.start_ns')} AS started, (s.end_ns::DOUBLE - s.start_ns::DOUBLE) / 1e6 AS duration_ms"
 )

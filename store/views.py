@@ -2,6 +2,8 @@
 
 Each is a SELECT over the tables of `schema.py`, with a doc that whoever opens the file
 sees. `migrations.py` makes them anew with every new schema; a change here needs one.
+
+Invariant: a time that is none (a clock may say anything) is NULL, and costs no other row.
 """
 
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ STEPS = View(
     SELECT rollout_id, attempt,
       row_number() OVER (PARTITION BY rollout_id, attempt ORDER BY start_ns, call_id) - 1 AS step,
       step_name, call_id, trace_id, span_id, model, grade, finish_reason, prompt_tokens, sampled_tokens,
-      policy_version, state_key, make_timestamp_ns(start_ns::BIGINT) AS started,
+      policy_version, state_key, TRY(make_timestamp_ns(start_ns::BIGINT)) AS started,
       (end_ns::DOUBLE - start_ns::DOUBLE) / 1e6 AS duration_ms
     FROM calls WHERE purpose = 'agent'
     """,
@@ -45,7 +47,7 @@ TOOLS = View(
       s.trace_id, s.span_id, s.parent_span_id,
       coalesce(s.attributes->>'$."gen_ai.tool.name"', s.attributes->>'$."tool.name"', s.name) AS tool,
       s.status_code = 2 AS failed, s.status_message AS error, s.attributes->>'$."error.type"' AS error_type,
-      make_timestamp_ns(s.start_ns::BIGINT) AS started,
+      TRY(make_timestamp_ns(s.start_ns::BIGINT)) AS started,
       (s.end_ns::DOUBLE - s.start_ns::DOUBLE) / 1e6 AS duration_ms
     FROM spans s LEFT JOIN sessions n ON n.trace_id = s.trace_id
     WHERE s.attributes->>'$."gen_ai.operation.name"' = 'execute_tool'
@@ -68,7 +70,7 @@ LINEAGE = View(
     """
     SELECT u.run_id, u.update_index, u.policy_version AS trained_version, x.rollout_id, x.attempt, x.call_id,
       c.trace_id, c.span_id, c.step_name, x.advantage, x.trained_tokens, x.policy_version AS sampled_version,
-      x.staleness, u.checkpoint, make_timestamp_ns(u.time_ns) AS committed
+      x.staleness, u.checkpoint, TRY(make_timestamp_ns(u.time_ns)) AS committed
     FROM update_samples x JOIN updates u USING (run_id, update_index) LEFT JOIN calls c USING (call_id)
     """,
 )
@@ -92,7 +94,7 @@ OUTCOMES = View(
     """
     SELECT r.rollout_id, r.task_id, r.group_id, r.run_id, r.split, r.status, r.attempt, w.rewards,
       coalesce(k.calls, 0) AS calls, k.sampled_tokens, k.worst_grade, r.error_type, r.error,
-      r.consumed_run, r.consumed_by, make_timestamp_ns(r.started_ns) AS started
+      r.consumed_run, r.consumed_by, TRY(make_timestamp_ns(r.started_ns)) AS started
     FROM rollouts r
     LEFT JOIN (
       SELECT rollout_id, map_from_entries(list({'k': name, 'v': value} ORDER BY name)) AS rewards

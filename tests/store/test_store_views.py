@@ -1,9 +1,11 @@
 """The views of a store, asked in a real file."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from spangrad.store import SpanStore
 from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import encode_request
 from spangrad.store.records import Reward, RewardAuthor, Rollout, Span, Update, UpdateSample
@@ -98,3 +100,20 @@ def test_a_call_counts_once_for_a_kind_of_reason(store):
         {"grade": "exact", "reason": None, "calls": 1},
         {"grade": "text", "reason": "no token ids", "calls": 1},
     ]
+
+
+def test_a_clock_that_says_anything_costs_no_other_row(store):
+    owned = {"spangrad.rollout.id": "r", "gen_ai.operation.name": "execute_tool"}
+    never = 2**64 - 1
+    store.put_otlp(
+        encode_request([tool(1), replace(tool(2, attributes=owned, status_code=2), start_ns=never, end_ns=0)])
+    )
+    store.put_calls([call("a"), call("b", start_ns=never, end_ns=never)])
+    store.put_rewards([Reward("r", 1.0, time_ns=2**63 - 1)])
+    for view, rows in (("steps", 2), ("tools", 2), ("tool_errors", 1), ("outcomes", 1)):
+        found = store.query(f"SELECT started FROM {view} ORDER BY started NULLS LAST")
+        assert len(found) == rows
+        assert found[-1] == {"started": None}
+    assert len(SpanStore(store).calls().rows()) == 2
+    assert len(SpanStore(store).spans().rows()) == 2
+    assert SpanStore(store).rewards().rows()[0]["given"] is None
