@@ -43,12 +43,15 @@ def calls_from_spans(spans: Iterable[Span], records: Iterable[LogRecord] = ()) -
     return sorted(calls, key=lambda call: (call.start_ns, call.call_id))
 
 
-def calls_of(store: Store, rollout_ids: Sequence[str] | None = None) -> list[ModelCall]:
-    """Calls of these rollouts' current attempts (of everything in the store without `rollout_ids`).
+def calls_of(
+    store: Store, rollout_ids: Sequence[str] | None = None, *, trace_ids: Sequence[str] | None = None
+) -> list[ModelCall]:
+    """Calls of these rollouts or traces (all in the store without), those of current attempts.
 
     The store says which attempt is current. A span that names no attempt belongs to attempt 0.
     """
-    calls = calls_from_spans(store.spans(rollout_ids), store.logs(rollout_ids))
+    spans = store.spans(rollout_ids, trace_ids=trace_ids)
+    calls = calls_from_spans(spans, store.logs(rollout_ids, trace_ids=trace_ids))
     named = list({call.rollout_id for call in calls if call.rollout_id is not None})
     found = store.rollouts(rollout_ids=named) if named else ()
     current: dict[str | None, int] = {rollout.rollout_id: rollout.attempt for rollout in found}

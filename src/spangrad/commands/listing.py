@@ -94,10 +94,10 @@ def calls(
     from spangrad.adapters.calls import call_to_json
 
     with opened(store, key) as opened_store:
-        every = _calls(opened_store, store, rollout, run, split)
-    found = [call_to_json(call) for call in (every[-limit:] if limit else every)]
-    if left_out := len(every) - len(found):
-        note(f"the newest {len(found)} of {len(every)} calls, {left_out} left out; --limit 0 lists all")
+        shown, known = _calls(opened_store, store, rollout, run, split, limit)
+    found = [call_to_json(call) for call in shown]
+    if left_out := known - len(found):
+        note(f"the newest {len(found)} of {known} calls, {left_out} left out; --limit 0 lists all")
     if as_json:
         print_json(found)
         return
@@ -221,21 +221,28 @@ _TRANSITION_COLUMNS: Final = (
 
 
 def _calls(
-    store: "Store", target: str, rollout: Sequence[str] | None, run: str | None, split: str | None
-) -> "list[ModelCall]":
-    """Calls of the rollouts that fit, oldest first; without a filter, all calls of the store."""
-    from spangrad.adapters.calls import calls_of
+    store: "Store",
+    target: str,
+    rollout: Sequence[str] | None,
+    run: str | None,
+    split: str | None,
+    limit: int,
+) -> "tuple[list[ModelCall], int]":
+    """The newest calls of the rollouts that fit (of the store, without a filter), and how many there are."""
+    from spangrad.adapters.listing import newest_calls
 
     if rollout or run is not None or split is not None:
         found = rollouts_that_fit(store, target, rollouts=rollout, run=run, split=split)
-        calls = calls_of(store, [one.rollout_id for one in found]) if found else []
-        if found and not calls:
+        if not found:
+            return [], 0
+        calls, known = newest_calls(store, [one.rollout_id for one in found], limit=limit)
+        if not known:
             note(f"no model call was recorded of the {len(found)} rollouts that fit")
-        return calls
-    calls = calls_of(store)
-    if not calls:
+        return calls, known
+    calls, known = newest_calls(store, limit=limit)
+    if not known:
         note(f"no model call is in {target!r}")
-    return calls
+    return calls, known
 
 
 def _render(tokenizer: Path | None, *, clone: bool) -> "Render | None":
@@ -320,14 +327,14 @@ def _with_groups(store: "Store", wanted: "Sequence[Rollout]") -> "list[list[Roll
 
 
 def _rollout_rows(store: "Store", found: "Sequence[Rollout]", authors: Sequence[str]) -> list[dict[str, Any]]:
-    from spangrad.adapters.calls import calls_of
+    from spangrad.adapters.listing import calls_by_rollout
     from spangrad.credit.rewards import by_rollout, rewards_of
 
     if not found:
         return []
     ids = [rollout.rollout_id for rollout in found]
     given = by_rollout(store.rewards(ids))
-    counts = Counter(call.rollout_id for call in calls_of(store, ids))
+    counts = calls_by_rollout(store, ids)
     rows: list[dict[str, Any]] = []
     idle: Counter[str] = Counter()
     for rollout in found:
