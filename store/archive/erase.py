@@ -64,8 +64,9 @@ def select_old(database: Database, before_ns: int) -> Selection:
     """What ended before a time and nobody needs, in database and archive."""
     with database.snapshot() as con:
         database.partitions.unite(con)
-        old, needed = old_units(con, before_ns)
-        seen = {rollout_id for unit in units(con) for rollout_id in unit.rollouts}
+        found = units(con)
+        old, needed = old_units(con, found, before_ns)
+        seen = {rollout_id for unit in found for rollout_id in unit.rollouts}
         con.register("seen", id_table("rollout_id", sorted(seen)))
         idle = {rollout_id for (rollout_id,) in con.execute(_WITHOUT_SPANS, [before_ns]).fetchall()}
         idle -= needed_rollouts(con, before_ns)

@@ -83,9 +83,11 @@ def units(con: duckdb.DuckDBPyConnection) -> list[Unit]:
     return list(found.values())
 
 
-def old_units(con: duckdb.DuckDBPyConnection, before_ns: int) -> tuple[list[Unit], int]:
+def old_units(
+    con: duckdb.DuckDBPyConnection, found: Sequence[Unit], before_ns: int
+) -> tuple[list[Unit], int]:
     """Units that ended before a time and that nobody needs, and how many old ones are still needed."""
-    old = [unit for unit in units(con) if unit.last_ns < before_ns]
+    old = [unit for unit in found if unit.last_ns < before_ns]
     needed = needed_rollouts(con, before_ns)
     free = [unit for unit in old if needed.isdisjoint(unit.rollouts)]
     return free, len(old) - len(free)

@@ -1,6 +1,7 @@
 """What `spangrad archive` moves, and that nobody who reads or writes notices."""
 
 import random
+import resource
 import secrets
 import shutil
 import signal
@@ -15,7 +16,7 @@ from typing import Any
 import duckdb
 import pytest
 
-from spangrad.errors import StoreError, StoreLockedError
+from spangrad.errors import StoreError, StoreFullError, StoreLockedError
 from spangrad.store.archive import folder as files
 from spangrad.store.archive.erase import Selection, erase
 from spangrad.store.archive.move import Moved, move
@@ -259,6 +260,24 @@ def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
         assert file.read_bytes() == other.read_bytes()
 
 
+def test_a_full_disk_leaves_all_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "s.duckdb"
+    filled(path, note_bytes=100_000)
+    before = all_of(path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with FileStore(path) as store:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        try:
+            with pytest.raises(StoreFullError):
+                move(store.database, 3 * DAY_NS)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "s.duckdb.archive").exists()
+    assert all_of(path) == before
+    assert archived(path, 3).spans == 10
+    assert all_of(path) == before
+
+
 def test_a_dry_run_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "s.duckdb"
     filled(path)
@@ -408,6 +427,7 @@ def test_a_kill_at_any_moment_loses_nothing_and_doubles_nothing(tmp_path: Path) 
         with FileStore(path) as store:
             found.add(store.query("SELECT count(DISTINCT part) AS n FROM archives")[0]["n"])
             named = {row["file"] for row in store.query("SELECT file FROM archives")}
+            assert all(len(list(store.spans([f"r-{day}"]))) == 11 for day in range(1, 7))
         assert all_of(path) == before
         folder = tmp_path / f"{round_}.duckdb.archive"
         assert {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()} == named
