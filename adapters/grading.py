@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Iterator
 from typing import Any, Final
 
+from spangrad.adapters.dialects.decoding import FAILED_FINISHES
 from spangrad.adapters.messages import NO_CHAT_FORM
 from spangrad.adapters.model_call import Choice, Grade, Purpose
 from spangrad.adapters.reading import Reading
@@ -16,18 +17,15 @@ from spangrad.tracer.wire.constraints import is_constrained
 
 MISSING_LOGPROB: Final = -9999.0
 """What vLLM reports for a token that has no logprob."""
-FAILED_FINISHES: Final = frozenset(
-    {"error", "abort", "cancelled", "content_filter", "failed", "incomplete", "queued", "in_progress"}
-    | {"insufficient_system_resource"}  # DeepSeek
-    | {"safety", "recitation", "blocklist", "prohibited_content", "spii", "malformed_function_call", "other"}
-)  # Gemini
-"""Finish reasons of replies that are not what the policy sampled. `length` is not among them: a
-reply cut by its token limit was still sampled exactly."""
 LEFT_EARLY: Final = "stream was left early"
+TOOLS_UNKNOWN: Final = "tool definitions were not recorded"
+"""Kind of the reason of calls whose prompt is not known whole: they used tools that nobody told."""
 FROM_CACHE: Final = "the reply came out of a cache: nothing was sampled"
 EMBEDDED: Final = "an embedding: nothing was sampled"
 """The only reason of a call that has nothing to train and is none the worse for it."""
 
+_RESULTS: Final = ("tool", "function")
+"""Roles of messages that tell what a tool gave."""
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "temperature": (1, None),
     "top_p": (1, None),
@@ -82,7 +80,8 @@ def grade(reading: Reading) -> tuple[Grade, tuple[str, ...]]:
     if no_ids := tuple(_without_ids(reading)):
         if nothing := tuple(_without_text(reading)):
             return Grade.UNUSABLE, (*no_ids, *nothing)
-        return Grade.TEXT, (*no_ids, *_unknown_ends(reading), *reading.token_losses, *reading.notes)
+        unknown = (*_unknown_ends(reading), *_unknown_tools(reading))
+        return Grade.TEXT, (*no_ids, *unknown, *reading.token_losses, *reading.notes)
     if doubts := tuple(_doubts(reading)):
         return Grade.IDS, (*doubts, *reading.token_losses)
     return Grade.EXACT, ()
@@ -119,6 +118,14 @@ def _unknown_ends(reading: Reading) -> Iterator[str]:
             yield f"finish reason was not recorded: choice {index} came in one piece"
 
 
+def _unknown_tools(reading: Reading) -> Iterator[str]:
+    if reading.tools or reading.keeps_tools:
+        return
+    said = (*reading.messages, *(choice.message for choice in reading.choices))
+    if any(m.get("tool_calls") or m.get("function_call") or m.get("role") in _RESULTS for m in said):
+        yield f"{TOOLS_UNKNOWN}: tools were used, so the model was shown more than the messages"
+
+
 def _without_ids(reading: Reading) -> Iterator[str]:
     if reading.prompt_token_ids is None and all(x.sampled_token_ids is None for x in reading.choices):
         yield "no token ids"
@@ -144,6 +151,7 @@ def _doubts(reading: Reading) -> Iterator[str]:
     for index, choice in enumerate(reading.choices):
         yield from _choice_doubts(index, choice)
     yield from _unknown_ends(reading)
+    yield from _miscounted(reading)
     if reading.is_constrained or is_constrained({**reading.sampling, "tools": reading.tools}):
         yield "sampled under constraint"
     asked = {name for name, value in reading.sampling.items() if value is not None}
@@ -156,6 +164,18 @@ def _doubts(reading: Reading) -> Iterator[str]:
         yield f"logprobs are not of the sampled distribution: they {mode}, with {changes}"
     elif changes := _processing(reading, besides=("temperature",)):
         yield f"a learner can't recompute the sampled distribution: {changes}"
+
+
+def _miscounted(reading: Reading) -> Iterator[str]:
+    """Where the usage counts other tokens than there are ids; some servers count cached ones apart."""
+    usage = reading.usage
+    cached = usage.get("cache_read_tokens", 0) + usage.get("cache_creation_tokens", 0)
+    ids = len(reading.prompt_token_ids or ())
+    if (count := usage.get("input_tokens")) is not None and ids not in (count, count + cached):
+        yield f"usage contradicts the token ids: {count} prompt tokens were counted, {ids} ids came"
+    ids = sum(len(choice.sampled_token_ids or ()) for choice in reading.choices)
+    if (count := usage.get("output_tokens")) is not None and ids != count:
+        yield f"usage contradicts the token ids: {count} sampled tokens were counted, {ids} ids came"
 
 
 def _processing(reading: Reading, besides: Collection[str] = ()) -> str:

@@ -87,6 +87,7 @@ def merge(group: Sequence[Reading]) -> Reading:
         is_trained_policy=_first(content.is_trained_policy, *(r.is_trained_policy for r in group)),
         messages=next((r.messages for r in others if r.messages), ()),
         tools=next((r.tools for r in others if r.tools), ()),
+        keeps_tools=any(r.keeps_tools for r in others),
         sampling=next((r.sampling for r in others if r.sampling), {}),
         choices=_choices(others),
         usage=next((r.usage for r in others if r.usage), {}),

@@ -73,6 +73,7 @@ def _joined(whole: Reading, part: Reading) -> Reading:
         response_id=part.response_id or whole.response_id,
         messages=part.messages or whole.messages,
         tools=part.tools or whole.tools,
+        keeps_tools=part.keeps_tools or whole.keeps_tools,
         sampling={**whole.sampling, **part.sampling},
         agent_name=whole.agent_name or part.agent_name,
         step_name=whole.step_name or part.step_name,

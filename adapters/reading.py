@@ -25,6 +25,8 @@ class Reading:
     response_id: str | None = None
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Mapping[str, Any]] = ()
+    keeps_tools: bool = False
+    """Its recorder kept the request itself: tools that it does not tell were not offered."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     choices: Sequence[Choice] = ()
     prompt_token_ids: Sequence[int] | None = None

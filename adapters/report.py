@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from spangrad.adapters.grading import TOOLS_UNKNOWN
 from spangrad.adapters.model_call import Grade
 from spangrad.store.base import Store
 from spangrad.store.records import DEFAULT_REWARD
@@ -52,6 +53,11 @@ ADVICE: Final[Mapping[str, str]] = {
     "a learner can't recompute the sampled distribution": (
         "sample with temperature alone: no top_p, top_k, min_p, penalties"
     ),
+    "a token id is negative": "find out who pads: the ids are left out, and only the text is used",
+    "usage contradicts the token ids": (
+        "record at the gateway: somebody between the engine and the recorder lost ids, or counts by itself"
+    ),
+    "finish reasons contradict each other": "upgrade the recorder: it tells two reasons why one reply ended",
     "sampled greedily": "sample at a temperature above 0: greedy replies explore nothing",
     "sampled under constraint": (
         "leave out `response_format`, grammars and forced tool choices where replies are to be "
@@ -65,6 +71,11 @@ ADVICE: Final[Mapping[str, str]] = {
         "Langfuse); this one parsed them, so tool calls may differ in bytes"
     ),
     "tool results were re-serialised": "record with a tracer that keeps tool results as strings",
+    TOOLS_UNKNOWN: (
+        "record with what keeps tool definitions: `spangrad run -- CMD`, or "
+        "`opentelemetry-instrumentation-genai-openai` in place of its forerunner `-openai-v2`, which has no "
+        "switch for them; `--keep-unknown-tools` clones such calls without"
+    ),
     "attributes were dropped": (
         "set OTEL_ATTRIBUTE_COUNT_LIMIT and OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT to 10000 where the "
         "agent runs: the SDK's 128 evict the oldest messages"

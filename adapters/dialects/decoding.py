@@ -7,11 +7,15 @@ import json
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+import numpy as np
+
 from spangrad.errors import DialectError
 from spangrad.store.records import Span
+from spangrad.tracer import conventions as c
 
 T = TypeVar("T")
 
+FINISHES_DIFFER: Final = "finish reasons contradict each other"
 FINISH_REASONS: Final = {
     "": None,
     "tool_call": "tool_calls",
@@ -25,6 +29,14 @@ FINISH_REASONS: Final = {
     "refusal": "content_filter",
 }
 """Other spellings -> OpenAI's."""
+
+FAILED_FINISHES: Final = frozenset(
+    {"error", "abort", "cancelled", "content_filter", "failed", "incomplete", "queued", "in_progress"}
+    | {"insufficient_system_resource"}  # DeepSeek
+    | {"safety", "recitation", "blocklist", "prohibited_content", "spii", "malformed_function_call", "other"}
+)  # Gemini
+"""Finish reasons of replies that are not what the policy sampled. `length` is not among them: a
+reply cut by its token limit was still sampled exactly."""
 
 
 def finish_reason(told: str | None) -> str | None:
@@ -40,6 +52,7 @@ class Decoder:
         self.attributes = span.attributes
         self.faults: list[str] = []
         self.notes: list[str] = []
+        self.token_losses: list[str] = []
 
     def json(self, name: str) -> Any:
         """The attribute, parsed if it is a JSON string; None if absent or broken."""
@@ -73,3 +86,11 @@ class Decoder:
         except (ValueError, TypeError) as error:
             self.faults.append(f"unreadable: {name}: {error}")
             return None
+
+    def token_ids(self, name: str) -> list[int] | None:
+        """The packed attribute as token ids; None, and told, if one is negative: padding, and no id."""
+        ids = self.unpack(name, c.unpack_ints)
+        if ids and (lowest := int(np.frombuffer(self.attributes[name], dtype="<i4").min())) < 0:
+            self.token_losses.append(f"a token id is negative: {name} has {lowest} at {ids.index(lowest)}")
+            return None
+        return ids

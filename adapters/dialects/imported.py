@@ -23,11 +23,11 @@ def is_plain_chat(span: Span) -> bool:
 
 
 def read_plain_chat(span: Span) -> Reading:
-    """Read such a span; of a conversation it is only known that somebody wrote it down."""
+    """Read such a span: a request as it was sent, or a conversation that somebody wrote down."""
     reading = read_as("plain_chat", span)
     if span.attributes.get(CONVERSATION) is True:
         return replace(reading, notes=(*reading.notes, FINISH_NOT_TOLD))
-    return reading
+    return replace(reading, keeps_tools=True)
 
 
 PLAIN_CHAT: Final = Dialect("plain_chat", is_plain_chat, is_call, read_plain_chat)

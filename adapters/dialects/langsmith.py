@@ -84,6 +84,7 @@ def read(span: Span) -> Reading:
         or reading.model
         or text(attributes, f"{METADATA}ls_model_name"),
         response_id=reading.response_id or text(attributes, c.RESPONSE_ID),
+        keeps_tools=isinstance(inputs, Mapping) and _is_of_client(inputs),
         usage=_usage(outputs, attributes) or reading.usage,
         choices=() if error is not None and not _says_something(reading) else reading.choices,
         is_streamed=is_streamed,

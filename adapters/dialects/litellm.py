@@ -101,7 +101,7 @@ def _read_raw(span: Span, provider: str) -> Reading:
     response = {key: told[key] for key in (*_ONLY_RESPONSE, "model") if key in told}
     request = {key: value for key, value in told.items() if key not in _ONLY_RESPONSE}
     reading = read_exchange(DIALECT, span, request, response)
-    return replace(reading, is_part=True, faults=(*faults, *reading.faults))
+    return replace(reading, is_part=True, keeps_tools=True, faults=(*faults, *reading.faults))
 
 
 def _raw_choices(span: Span) -> str | None:

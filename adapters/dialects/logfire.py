@@ -71,7 +71,7 @@ def read_pydantic_ai(span: Span) -> Reading:
     reading = replace(reading, is_streamed=reading.is_streamed or FIRST_CHUNK in span.attributes)
     if reading.tools or REQUEST_PARAMETERS not in span.attributes:
         return reading
-    return replace(reading, tools=_declared_tools(Decoder(span).json(REQUEST_PARAMETERS)))
+    return replace(reading, tools=_declared_tools(Decoder(span).json(REQUEST_PARAMETERS)), keeps_tools=True)
 
 
 def _read_older(span: Span) -> Reading:
@@ -86,7 +86,8 @@ def _read_older(span: Span) -> Reading:
     reading = read_exchange(DIALECT_LOGFIRE, span, request, exchange)
     is_known = span.scope == "logfire.openai" and request.keys() & {"messages", "input", "prompt"}
     form = () if is_known else (f"{UNKNOWN_FORM}: {span.scope} before the conventions",)
-    return replace(reading, error=_failure(span), faults=(*decoder.faults, *reading.faults, *form))
+    faults = (*decoder.faults, *reading.faults, *form)
+    return replace(reading, keeps_tools=bool(request), error=_failure(span), faults=faults)
 
 
 def _failure(span: Span) -> str | None:

@@ -78,6 +78,7 @@ def read(span: Span) -> Reading:
         model=reading.model or _text(told.json(MODEL)),
         usage=reading.usage or _usage(told.json(USAGE)),
         tools=reading.tools or _tools(told.json(TOOLS)),
+        keeps_tools=told.json(FORMAT) != "langchain",
         purpose=Purpose.EMBEDDING if told.json(SPAN_TYPE) == "EMBEDDING" else reading.purpose,
         conversation_id=reading.conversation_id
         or _text(told.json(SESSION))

@@ -121,6 +121,7 @@ def _call(span: Span) -> Reading:
         reading,
         model=reading.model or text(span.attributes, MODEL),
         response_id=account.response_id(),
+        keeps_tools=account.is_whole_request,
         usage=reading.usage or _usage(span.attributes),
         is_streamed=account.is_streamed,
         unknown_defaults=NO_EXTRA if span.scope == SCOPE_OPENAI else reading.unknown_defaults,
@@ -150,6 +151,11 @@ class _Account:
     @property
     def faults(self) -> Sequence[str]:
         return self._decoder.faults
+
+    @property
+    def is_whole_request(self) -> bool:
+        """Whether the request itself is told; LiteLLM's recorder tells its messages alone."""
+        return self._span.scope == SCOPE_OPENAI and self._is_request()
 
     def request(self) -> dict[str, Any]:
         asked = {k: v for k, v in self._parameters.items() if k not in FRAMEWORK_PARAMETERS}

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from spangrad.adapters.dialects.decoding import Decoder, finish_reason
+from spangrad.adapters.dialects.decoding import FAILED_FINISHES, FINISHES_DIFFER, Decoder, finish_reason
 from spangrad.adapters.dialects.dialect import Dialect
 from spangrad.adapters.messages import chat_messages, chat_tools, system_messages
 from spangrad.adapters.model_call import Choice, Purpose
@@ -96,9 +96,10 @@ def read_as(dialect: str, span: Span) -> Reading:
         response_id=text(attributes, c.RESPONSE_ID),
         messages=messages,
         tools=decoder.convert(c.TOOL_DEFINITIONS, chat_tools) or (),
+        keeps_tools=is_spangrad(span),
         sampling={**(defaults if isinstance(defaults, Mapping) else {}), **_sampling(attributes, decoder)},
         choices=choices,
-        prompt_token_ids=decoder.unpack(c.PROMPT_TOKEN_IDS, c.unpack_ints),
+        prompt_token_ids=decoder.token_ids(c.PROMPT_TOKEN_IDS),
         agent_name=text(attributes, c.AGENT_NAME),
         step_name=text(attributes, c.STEP_NAME),
         step_index=whole_number(attributes, c.STEP_INDEX),
@@ -119,7 +120,7 @@ def read_as(dialect: str, span: Span) -> Reading:
         is_constrained=bool(attributes.get(c.CONSTRAINED)),
         faults=(*decoder.faults, *losses.content),
         notes=tuple(decoder.notes),
-        token_losses=tuple(losses.tokens),
+        token_losses=(*losses.tokens, *decoder.token_losses),
         text_losses=tuple(losses.text),
         redacted=_redacted(decoder),
         is_cached=attributes.get(c.CACHED) is True,
@@ -164,19 +165,31 @@ def _choices(attributes: Mapping[str, Any], decoder: Decoder) -> list[Choice]:
     for index in range(count):
         known = index < len(messages or ())
         message = messages[index] if messages and known else {"role": "assistant", "content": None}
-        finish = reasons[index] if index < len(reasons) else None
-        if not finish and known and isinstance(outputs[index].get("finish_reason"), str):
-            finish = outputs[index]["finish_reason"]
+        told = reasons[index] if index < len(reasons) else None
+        own = outputs[index].get("finish_reason") if known else None
         choices.append(
             Choice(
                 message=message,
-                finish_reason=finish_reason(finish),
-                sampled_token_ids=decoder.unpack(c.choice_key(c.SAMPLED_TOKEN_IDS, index), c.unpack_ints),
+                finish_reason=_finish(index, told, own if isinstance(own, str) else None, decoder),
+                sampled_token_ids=decoder.token_ids(c.choice_key(c.SAMPLED_TOKEN_IDS, index)),
                 logprobs=decoder.unpack(c.choice_key(c.SAMPLED_LOGPROBS, index), c.unpack_floats),
                 policy_versions=decoder.unpack(c.choice_key(c.POLICY_VERSIONS, index), c.unpack_ints),
             )
         )
     return choices
+
+
+def _finish(index: int, of_span: str | None, of_message: str | None, decoder: Decoder) -> str | None:
+    """The finish reason of a choice: the span's, or its message's where that one says that it was cut."""
+    told, own = finish_reason(of_span), finish_reason(of_message)
+    if told is None or own is None or told == own:
+        return told or own
+    decoder.notes.append(
+        f"{FINISHES_DIFFER}: choice {index} ended with {told!r} and its message with {own!r}"
+    )
+    if told.lower() not in FAILED_FINISHES and own.lower() in (*FAILED_FINISHES, "length"):
+        return own
+    return told
 
 
 def _finish_reasons(attributes: Mapping[str, Any]) -> list[str | None]:

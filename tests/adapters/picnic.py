@@ -20,6 +20,10 @@ LYON = ("call_get_weather_0", "get_weather", {"city": "Lyon", "days": 2})
 OSLO = ("call_get_weather_1", "get_weather", {"city": "Oslo", "days": 1})
 EUROS = ("call_convert_2", "convert", {"amount": 40, "src": "EUR", "dst": "NOK"})
 NOTES = ("call_search_notes_3", "search_notes", {"query": CAFE, "limit": 3})
+TOOLS_NOT_TOLD = (
+    "tool definitions were not recorded: tools were used, so the model was shown more than the messages"
+)
+"""Of a recorder that keeps none."""
 TOOLS = ("get_weather", "convert", "search_notes")
 FINISH_REASONS = ["tool_calls", "tool_calls", "tool_calls", "stop"]
 ANSWER = "Lyon is dry on Saturday; pack the blue blanket. 40 EUR is about 468 NOK."

@@ -179,7 +179,7 @@ def test_arguments_that_langchain_kept_as_a_string_are_that_string():
     generation = {"text": "", "generation_info": {"finish_reason": "tool_calls"}, "message": message}
     call = the_call({"messages": [[{"role": "user", "content": "hi"}]]}, {"generations": [[generation]]})
     assert call.choices[0].message["tool_calls"] == raw
-    assert call.grade_reasons == ("no token ids",)
+    assert call.grade_reasons == ("no token ids", picnic.TOOLS_NOT_TOLD)
 
 
 def test_several_prompts_in_one_run_are_a_fault():

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from spangrad.adapters.calls import calls_from_spans
 from spangrad.adapters.dialects import otel_genai
-from spangrad.adapters.grading import grade
+from spangrad.adapters.grading import grade, reason_kind
 from spangrad.adapters.model_call import Grade, ModelCall
+from spangrad.adapters.report import ADVICE
 from spangrad.tracer import conventions as c
-from tests.adapters.building import REPLY, span, text_attributes, token_attributes
+from tests.adapters.building import REPLY, USER, span, text_attributes, token_attributes
+from tests.adapters.picnic import TOOLS_NOT_TOLD
 
 
 def graded(attributes: dict[str, Any], **fields: Any) -> ModelCall:
@@ -189,6 +191,84 @@ def test_a_broken_call_does_no_harm_to_its_neighbours():
     broken = span("a", attributes=text_attributes(**{c.INPUT_MESSAGES: "{"}))
     whole = span("b", start_ns=20, attributes=text_attributes(**{c.RESPONSE_ID: "r2"}))
     assert [call.grade for call in calls_from_spans([broken, whole])] == [Grade.UNUSABLE, Grade.TEXT]
+
+
+CALLED = [{"role": "assistant", "parts": [{"type": "tool_call", "id": "c", "name": "f", "arguments": "{}"}]}]
+ANSWERED = [{"role": "tool", "parts": [{"type": "tool_call_response", "id": "c", "response": "3"}]}]
+DEFINED = [{"type": "function", "name": "f"}]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [{c.OUTPUT_MESSAGES: json.dumps(CALLED)}, {c.INPUT_MESSAGES: json.dumps([*USER, *CALLED, *ANSWERED])}],
+)
+def test_tools_that_were_used_and_not_told_make_a_prompt_that_is_not_known(told):
+    foreign = graded(text_attributes(**told), scope="acme")
+    assert (foreign.grade, foreign.grade_reasons) == (Grade.TEXT, ("no token ids", TOOLS_NOT_TOLD))
+    defined = graded(text_attributes(**told, **{c.TOOL_DEFINITIONS: json.dumps(DEFINED)}), scope="acme")
+    assert defined.grade_reasons == ("no token ids",)
+    # spangrad keeps the request: tools that it does not tell were not offered.
+    assert graded(text_attributes(**told)).grade_reasons == ("no token ids",)
+    # The engine's ids hold the whole prompt, whatever is told beside them.
+    assert graded(text_attributes(**token_attributes(), **told), scope="acme").grade is Grade.EXACT
+    assert reason_kind(TOOLS_NOT_TOLD) in ADVICE
+
+
+def test_a_negative_id_is_no_id():
+    prompt = graded(text_attributes(**token_attributes(prompt=(1, -1, 3))))
+    assert (prompt.grade, prompt.prompt_token_ids) == (Grade.TEXT, None)
+    told = "a token id is negative: spangrad.prompt_token_ids has -1 at 1"
+    assert prompt.grade_reasons == ("no prompt token ids", told)
+    reply = graded(text_attributes(**token_attributes(sampled=(4, -100))))
+    assert (reply.grade, reply.choices[0].sampled_token_ids) == (Grade.TEXT, None)
+    assert reply.grade_reasons == (
+        "no sampled token ids: choice 0",
+        "a token id is negative: spangrad.sampled_token_ids has -100 at 1",
+    )
+    without = token_attributes(sampled=(-1,)) | {
+        c.OPERATION_NAME: "chat",
+        c.RESPONSE_FINISH_REASONS: ["stop"],
+    }
+    assert graded(without).grade is Grade.UNUSABLE
+    assert reason_kind(told) in ADVICE
+
+
+@pytest.mark.parametrize(
+    ("of_span", "of_message", "counted", "grade"),
+    [
+        ("stop", "error", "error", Grade.UNUSABLE),
+        ("stop", "content_filter", "content_filter", Grade.UNUSABLE),
+        ("error", "stop", "error", Grade.UNUSABLE),
+        ("stop", "length", "length", Grade.TEXT),
+        ("length", "stop", "length", Grade.TEXT),
+        ("stop", "tool_call", "stop", Grade.TEXT),
+    ],
+)
+def test_of_two_finish_reasons_the_one_that_says_that_a_reply_is_not_whole_counts(
+    of_span, of_message, counted, grade
+):
+    output = json.dumps([{**REPLY[0], "finish_reason": of_message}])
+    call = graded(text_attributes(**{c.RESPONSE_FINISH_REASONS: [of_span], c.OUTPUT_MESSAGES: output}))
+    assert (call.grade, call.choices[0].finish_reason) == (grade, counted)
+    if grade is Grade.TEXT:
+        (_, told) = call.grade_reasons
+        assert told.startswith(f"finish reasons contradict each other: choice 0 ended with {of_span!r}")
+        assert reason_kind(told) in ADVICE
+
+
+@pytest.mark.parametrize(
+    ("usage", "reason"),
+    [
+        ({c.INPUT_TOKENS: 3, c.OUTPUT_TOKENS: 2}, None),
+        ({c.INPUT_TOKENS: 1, c.CACHE_READ_TOKENS: 2}, None),
+        ({c.INPUT_TOKENS: 9}, "usage contradicts the token ids: 9 prompt tokens were counted, 3 ids came"),
+        ({c.OUTPUT_TOKENS: 3}, "usage contradicts the token ids: 3 sampled tokens were counted, 2 ids came"),
+    ],
+)
+def test_ids_that_the_usage_contradicts_are_not_exact(usage, reason):
+    call = graded(text_attributes(**token_attributes(), **usage))
+    assert call.grade_reasons == (() if reason is None else (reason,))
+    assert call.grade is (Grade.EXACT if reason is None else Grade.IDS)
 
 
 names = st.sampled_from(
