@@ -6,14 +6,16 @@ Invariants:
 * whatever is not trained is in `refused`, with its reason.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from spangrad.adapters.call_tree import build_tree
 from spangrad.adapters.calls import calls_of
 from spangrad.adapters.model_call import Grade, ModelCall, Purpose
 from spangrad.credit.assign import CreditConfig, assign
+from spangrad.credit.rendered import REWRITTEN, Render, count_rewritten, rendered
 from spangrad.credit.rewards import DEFAULT_AUTHORS, RolloutRewards, by_rollout, rewards_of
 from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import (
@@ -31,8 +33,6 @@ from spangrad.store.records import Rollout, RolloutStatus, UpdateSample
 
 MISSING_REWARD: Final = "reward is missing"
 """Why a call is refused whose rollout nobody scored."""
-Render = Callable[[ModelCall], ModelCall]
-"""Fills in the token ids of a text-grade call; raises GradeError (a ValueError) where it can't."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ class CreditedBatch:
     """One per trained call: the line from the update back to the span."""
     calls: Sequence[ModelCall] = ()
     """Every call that was read, trained or not."""
+    notes: Mapping[str, int] = field(default_factory=dict)
+    """What rendering altered without harm to the reply: kind -> calls."""
 
 
 def credited_rows(
@@ -77,7 +79,7 @@ def credited_rows(
         policy_version: Current version, for the staleness of samples.
         max_staleness: Refuse rollouts with a token that was sampled more updates before `policy_version`,
             or after it. None: no limit.
-        render: For `min_grade` text: gives text-grade calls their ids.
+        render: Gives text-grade calls their ids (for `min_grade` text) and checks those of others.
 
     Raises:
         CreditError: Rewards contradict each other. GradeError: `min_grade` is no grade.
@@ -104,6 +106,7 @@ def credited_rows(
         trajectories.append(_trajectory(rollout, calls, rewards))
     advantages, diagnostics = _credit(trajectories, config)
     rows: list[Transition] = []
+    notes: Counter[str] = Counter()
     for rollout, trajectory in zip(ended, trajectories, strict=True):
         calls = calls_by_rollout[rollout.rollout_id]
         if not calls:
@@ -111,12 +114,12 @@ def credited_rows(
             refused.append(Refused(rollout.rollout_id, None, reason))
             continue
         assigned = {step.call_id: advantages[rollout.rollout_id, step.call_id] for step in trajectory.steps}
-        rows += _rows(rollout, calls, assigned, min_grade, render, refused)
+        rows += _rows(rollout, calls, assigned, min_grade, render, refused, notes)
     rows = weigh(rows, aggregation, constant=constant) if rows else []
     read = [call for calls in calls_by_rollout.values() for call in calls]
     sampled = {call.call_id: _sampled_tokens(call) for call in read}
     refused = [replace(one, sampled_tokens=sampled.get(one.call_id or "", 0)) for one in refused]
-    return CreditedBatch(rows, refused, diagnostics, samples_of(rows, policy_version), read)
+    return CreditedBatch(rows, refused, diagnostics, samples_of(rows, policy_version), read, +notes)
 
 
 def samples_of(rows: Sequence[Transition], policy_version: int | None = None) -> list[UpdateSample]:
@@ -207,11 +210,14 @@ def _rows(
     min_grade: Grade | str,
     render: Render | None,
     refused: list[Refused],
+    notes: Counter[str],
 ) -> list[Transition]:
     """Rows of one rollout; every call that none of them trains is refused."""
     sampled = [call for call in calls if call.purpose is not Purpose.EMBEDDING]
-    rendered = [_rendered(call, render, refused) for call in sampled]
-    tree = build_tree([call for call in rendered if call is not None])
+    with_ids = [rendered(call, render, refused, notes) for call in sampled]
+    tree = build_tree([call for call in with_ids if call is not None])
+    if render is not None:
+        notes[REWRITTEN] += count_rewritten(tree)
     acting: list[ModelCall] = []
     for call in {node.call.call_id: node.call for node in tree.nodes}.values():
         if (reason := untrained_because(call)) is not None:
@@ -229,13 +235,3 @@ def _rows(
     missing = [call_id for call_id, advantage in trained.items() if advantage is None]
     refused += [Refused(rollout.rollout_id, call_id, MISSING_REWARD) for call_id in missing]
     return transitions(tree, trained, group_id=rollout.group_id)
-
-
-def _rendered(call: ModelCall, render: Render | None, refused: list[Refused]) -> ModelCall | None:
-    if render is None or call.grade is not Grade.TEXT or untrained_because(call) is not None:
-        return call
-    try:
-        return render(call)
-    except ValueError as error:
-        refused.append(Refused(call.rollout_id, call.call_id, f"can't be rendered: {error}"))
-        return None

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from spangrad.adapters.call_tree import CallNode, CallTree, in_order
-from spangrad.adapters.grading import MISSING_LOGPROB, at_least, worst
+from spangrad.adapters.grading import MISSING_LOGPROB, at_least, reason_kind, worst
 from spangrad.adapters.model_call import Grade, ModelCall, Purpose
 from spangrad.credit.anchors import anchor_of
 from spangrad.credit.transition import CallSegment, Transition
@@ -38,6 +38,13 @@ class Refused:
     reason: str
     sampled_tokens: int = 0
     """Tokens that the engine is known to have sampled in it."""
+    kind: str | None = None
+    """What the reason has in common with others; None: all of it."""
+
+    @property
+    def counted_as(self) -> str:
+        """What it is counted as."""
+        return self.kind or self.reason
 
 
 def untrained_because(call: ModelCall) -> str | None:
@@ -64,10 +71,10 @@ def require_grade(
         if at_least(call.grade, wanted):
             kept.append(call)
             continue
-        why = "; ".join(call.grade_reasons)
-        refused.append(
-            Refused(call.rollout_id, call.call_id, f"grade {call.grade}, {wanted} is needed: {why}")
-        )
+        what = f"grade {call.grade}, {wanted} is needed"
+        kinds = sorted({reason_kind(reason) for reason in call.grade_reasons})
+        told = (f"{what}: {'; '.join(reasons)}" for reasons in (call.grade_reasons, kinds))
+        refused.append(Refused(call.rollout_id, call.call_id, next(told), kind=next(told)))
     if refused and otherwise == "raise":
         first = refused[0]
         raise GradeError(

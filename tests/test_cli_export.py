@@ -14,15 +14,20 @@ from typer.testing import CliRunner
 from spangrad.adapters import ingest
 from spangrad.adapters.datasets.tables import TRANSITIONS, columns
 from spangrad.cli import app
+from spangrad.credit.rendered import REWRITTEN
 from spangrad.errors import ConfigError, EmptyBatchError, StoreError
 from spangrad.store import open_store
 from spangrad.store.otlp import encode_request
 from spangrad.store.records import Reward, Rollout
 from spangrad.tracer import conventions as c
+from spangrad.trainer.learning.rendering import DROPS_THOUGHTS
 from tests.adapters.building import span, text_attributes, token_attributes
+from tests.adapters.captured import FIXTURES
 from tests.store.hub_process import HubProcess
+from tests.trainer.small_policy import make_tokenizer
+from tests.trainer.test_rendering_masks import THINKS
 
-MULTI_TURN = Path(__file__).parent / "adapters" / "fixtures" / "genai_openai" / "multi_turn.otlp.jsonl"
+MULTI_TURN = FIXTURES / "genai_openai" / "multi_turn.otlp.jsonl"
 FORMATS = (
     "transitions",
     "messages",
@@ -42,10 +47,11 @@ def said(role: str, text: str) -> str:
     return json.dumps([message])
 
 
-def recorded(rollout_id: str, number: int, reply: str, asked: str) -> bytes:
+def recorded(rollout_id: str, number: int, reply: str, asked: str, model: str = "policy") -> bytes:
     """A rollout of one exact call: prompt 1 2 3, reply 4 5, logprobs -0.5, version 7."""
     attributes = text_attributes(**{c.ROLLOUT_ID: rollout_id, c.RESPONSE_ID: rollout_id}) | token_attributes()
     attributes |= {c.INPUT_MESSAGES: said("user", asked), c.OUTPUT_MESSAGES: said("assistant", reply)}
+    attributes[c.REQUEST_MODEL] = model
     names = {c.ROLLOUT_ID: rollout_id, c.SPAN_ROLE: "rollout"}
     root = span("r", trace=str(number), attributes=names, end_ns=100)
     return encode_request([root, span("a", trace=str(number), parent="r", attributes=attributes)])
@@ -154,6 +160,75 @@ def test_transitions_can_be_cloned_without_rewards(store: str, tmp_path: Path) -
     assert {value for row in rows for value in row["advantages"]} == {None, 1.0}
     assert card["splits"]["train"]["trained_tokens"] == 6
     assert card["refused"]["calls"] == {"grade text: arguments were re-serialised; no token ids": 4}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("policy"))
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_text_is_cloned_with_a_tokenizer_and_ids_that_are_not_its_own_are_refused(
+    store: str, tokenizer: str, tmp_path: Path
+) -> None:
+    card = export(tmp_path / "out", "transitions", store, "--clone", "--tokenizer", tokenizer)
+    train = card["splits"]["train"]
+    assert (train["grades"], list(train["row_models"])) == ({"text": 4}, ["rendered from text"])
+    assert train["reasons"] == {"no token ids": 4, "arguments were re-serialised": 4}
+    assert card["refused"]["calls"] == {"token ids of another vocabulary": 4}
+
+
+def test_calls_whose_tools_nobody_recorded_are_rendered_only_if_asked(tokenizer: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "store.duckdb")
+    with open_store(path) as opened:
+        ingest([FIXTURES / "openai_v2_legacy" / "multi_turn.otlp.jsonl"], opened)
+    what = "tool definitions were not recorded"
+    clone = ("--clone", "--tokenizer", tokenizer)
+    with pytest.raises(EmptyBatchError, match=rf"can't be rendered: {what} \(4\)"):
+        export(tmp_path / "out", "transitions", path, *clone)
+    note = "4 calls used tools that nobody recorded: the model was shown more than their rows tell"
+    card = export(tmp_path / "kept", "transitions", path, *clone, "--keep-unknown-tools")
+    assert (card["refused"]["calls"], card["filters"]["keep_unknown_tools"]) == ({}, True)
+    assert card["splits"]["train"]["calls"] == 4 and note in card["notes"]
+    for form in ("messages", "sharegpt", "trl-sft"):
+        card = export(tmp_path / form, form, path)
+        assert card["splits"]["train"]["reasons"][what] == 4 and note in card["notes"]
+        assert f"| {what} | 4 |" in (tmp_path / form / "card.md").read_text()
+
+
+def test_a_card_tells_what_the_chat_template_rewrites(tmp_path: Path) -> None:
+    said = [("user", "How many?"), ("assistant", "12"), ("user", "Sure?"), ("assistant", "Yes.")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    messages[1]["reasoning_content"] = "Count them."
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}))
+    thinking = make_tokenizer()
+    thinking.chat_template = THINKS
+    thinking.save_pretrained(str(tmp_path / "policy"))
+    path = str(tmp_path / "store.duckdb")
+    with open_store(path) as opened:
+        ingest([tmp_path / "chat.jsonl"], opened)
+    clone = ("--clone", "--tokenizer", str(tmp_path / "policy"))
+    card = export(tmp_path / "out", "transitions", path, *clone)
+    assert (card["splits"]["train"]["rows"], card["refused"]["calls"]) == (2, {})
+    assert card["splits"]["train"]["altered"] == {DROPS_THOUGHTS: 1, REWRITTEN: 1}
+    assert f"| {REWRITTEN} | 1 |" in (tmp_path / "out" / "card.md").read_text()
+    done = CliRunner().invoke(app, ["transitions", "--store", path, *clone])
+    for what in (DROPS_THOUGHTS, REWRITTEN):
+        assert f"rendered, 1x: {what}" in done.stderr
+
+
+def test_a_card_warns_of_ids_of_several_models(tmp_path: Path) -> None:
+    path = str(tmp_path / "store.duckdb")
+    with open_store(path) as opened:
+        for number, model in enumerate(("qwen", "qwen", "llama"), start=1):
+            opened.put_otlp(recorded(f"r-{number}", number, f"reply {number}", "q", model))
+    card = export(tmp_path / "out", "transitions", path, "--clone")
+    assert card["splits"]["train"]["row_models"] == {"llama": 1, "qwen": 2}
+    (warning,) = card["notes"]
+    assert warning.startswith("warning: token ids of several models are mixed")
+    assert warning.endswith("llama in 1 rows, qwen in 2 rows")
+    assert export(tmp_path / "one", "transitions", path, "--clone", "--policy", "qwen")["notes"] == []
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -271,7 +346,8 @@ def test_nothing_is_left_of_an_export_that_failed(store: str, tmp_path: Path) ->
         ("otlp", "--heldout", "0.1"),
         ("otlp", "--min-reward", "1"),
         ("messages", "--clone"),
-        ("transitions", "--tokenizer", "folder"),
+        ("messages", "--tokenizer", "folder"),
+        ("transitions", "--clone", "--keep-unknown-tools"),
         ("messages", "--heldout", "1.5"),
     ],
 )

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from spangrad.adapters import account_unread
+from spangrad.adapters import account_unread, ingest
 from spangrad.store import open_store
 from spangrad.store.file_store import FileStore
 from spangrad.store.records import Reward, Rollout, RolloutStatus
+from tests.adapters.captured import FIXTURES
 from tests.command_line import PROMPT, SAMPLED, ingested, listed, recorded, spangrad
 
 
@@ -119,7 +120,31 @@ def test_calls_that_are_text_need_a_tokenizer_to_be_cloned(tmp_path: Path) -> No
     wrong = spangrad("transitions", "--store", target, "--clone", "--tokenizer", str(tmp_path / "no"))
     assert wrong.returncode == 1
     assert len(wrong.stderr.splitlines()) == 1
-    assert spangrad("transitions", "--store", target, *rendered[1:]).returncode == 1
+    credited = spangrad("transitions", "--store", target, *rendered[1:])  # it only checks ids
+    assert (credited.returncode, credited.stdout) == (0, "")
+    assert "not trained, 1x: grade text, ids is needed" in credited.stderr
+
+
+def test_transitions_tell_what_no_tokenizer_can_make_rows_of(tmp_path: Path) -> None:
+    from tests.trainer.small_policy import make_tokenizer
+
+    make_tokenizer().save_pretrained(str(tmp_path / "policy"))
+    target = str(tmp_path / "store.duckdb")
+    with FileStore(target) as opened:
+        ingest([FIXTURES / "openai_v2_legacy" / "multi_turn.otlp.jsonl"], opened)
+        opened.put_otlp(recorded(None, 7))
+        account_unread(opened)
+    clone = ("transitions", "--store", target, "--clone", "--tokenizer", str(tmp_path / "policy"))
+    done = spangrad(*clone)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "not trained, 4x: can't be rendered: tool definitions were not recorded" in done.stderr
+    assert "--keep-unknown-tools renders such calls without their tools" in done.stderr
+    assert "not trained, 1x: token ids of another vocabulary: the reply of call" in done.stderr
+    kept = spangrad(*clone, "--keep-unknown-tools", "--json")
+    rows = [json.loads(line) for line in kept.stdout.splitlines()]
+    assert sum(len(row["segments"]) for row in rows) == 4
+    assert {row["model"] for row in rows} == {"rendered from text"}
+    assert spangrad(*clone[:3], "--keep-unknown-tools").returncode == 1
 
 
 def test_a_reader_that_has_enough_is_no_error(store: str) -> None:

@@ -359,8 +359,10 @@ def measured_by(curve: Mapping[str, Any]) -> str:
 
 def _warm_line(warm: WarmStart) -> str:
     source = "from the cache" if warm.from_cache else f"{warm.calls} calls of {warm.rollouts} rollouts"
+    told = "; ".join(f"{count}x {reason}" for reason, count in warm.refused_because.items())
+    because = f" ({told})" if told else ""
     return (
-        f"  {source}; {warm.failed} rollouts failed, {warm.refused} calls refused,"
+        f"  {source}; {warm.failed} rollouts failed, {warm.refused} calls refused{because},"
         f" {warm.trained_tokens} tokens cloned;"
         f" the expert succeeds on {warm.expert_success:.0%}, cloning loss {warm.loss:.3f} nats/token"
     )

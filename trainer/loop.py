@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spangrad.adapters.model_call import Grade, ModelCall
 from spangrad.credit.pipeline import CreditedBatch, credited_rows
 from spangrad.credit.transition import Transition
 from spangrad.errors import ConfigError, EmptyBatchError, StoreError
@@ -35,6 +36,7 @@ from spangrad.trainer.cluster import call, start_learner, start_ray
 from spangrad.trainer.config import TrainConfig, resolve
 from spangrad.trainer.evaluation import Evaluation, evaluate
 from spangrad.trainer.learning import checkpoint
+from spangrad.trainer.learning.vocabulary import check_size
 from spangrad.trainer.plugins import load_tasks
 from spangrad.trainer.resuming import claim_folder, continues, load_keys, repair, update_from_json
 from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, update_rollouts, worker_config
@@ -95,7 +97,7 @@ class Run:
         if not model:
             raise ConfigError("serving.model is empty; name the folder of the model that the run starts from")
         self._model = resolve(model, config.base_dir)
-        check_model_folder(self._model)
+        self._vocab_size: int | None = check_model_folder(self._model).get("vocab_size")
         self._reward = load_callable(config.agent.reward, config.base_dir)
         load_tasks(config.agent.tasks, "train", 1, seed=0, base_dir=config.base_dir)
         self.store: Store = open_store(config.hub.url, self.keys.trainer)
@@ -181,6 +183,7 @@ class Run:
                 policy_version=self.policy_version,
                 max_staleness=config.max_staleness,
                 aggregation=config.aggregation,
+                render=self._checked,
             )
             credit_s += time.monotonic() - credit_started
             if any(np.any(row.advantages[row.action_mask] != 0) for row in batch.rows):
@@ -190,6 +193,12 @@ class Run:
                 }
                 return batch, seen, metrics
         raise EmptyBatchError(self._why_empty(batch, seen))
+
+    def _checked(self, call: ModelCall) -> ModelCall:
+        """The call, if the model's vocabulary has its ids."""
+        if self._vocab_size is not None and call.grade is Grade.EXACT:
+            check_size(call, self._vocab_size)
+        return call
 
     def _run_rollouts(self, refill: int) -> tuple[list[Rollout], list[WorkerReport]]:
         worker = worker_config(

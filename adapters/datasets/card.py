@@ -13,12 +13,17 @@ from typing import Any
 from spangrad.adapters.datasets.conversation import Exported
 from spangrad.adapters.datasets.selecting import Refused
 from spangrad.adapters.datasets.writing import CARD, MADE_BY
+from spangrad.adapters.grading import reason_kind
 
-_LIST_OF: Mapping[str, str] = {
-    "grades": "Grades of the calls",
-    "dialects": "Recorded by (dialect)",
-    "models": "Models",
+_LIST_OF: Mapping[str, tuple[str, str]] = {
+    "grades": ("Grades of the calls", "calls"),
+    "reasons": ("Why calls have no better grade", "calls"),
+    "dialects": ("Recorded by (dialect)", "calls"),
+    "models": ("Models", "calls"),
+    "row_models": ("Whose token ids the rows hold", "rows"),
+    "altered": ("What the chat template altered", "calls"),
 }
+"""Field of a side -> its title, and what is counted."""
 _REFUSED: Mapping[str, str] = {
     "rollouts": "Rollouts",
     "calls": "Calls of rollouts that were looked at",
@@ -40,6 +45,12 @@ class Side:
     grades: Counter[str] = field(default_factory=Counter)
     dialects: Counter[str] = field(default_factory=Counter)
     models: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Kind of reason for a grade -> calls."""
+    row_models: Counter[str] = field(default_factory=Counter)
+    """Of transitions: whose token ids rows hold; a row with those of several counts for each."""
+    altered: Counter[str] = field(default_factory=Counter)
+    """Of transitions: what rendering altered of prompts -> calls."""
     trained_tokens: int | None = None
     """Tokens with a loss; None: the format is text."""
     with_reasoning: int = 0
@@ -58,6 +69,7 @@ class Side:
             self.grades[str(call.grade)] += 1
             self.dialects[call.dialect] += 1
             self.models[call.model or "not known"] += 1
+            self.reasons.update({reason_kind(reason) for reason in call.grade_reasons})
             self.with_reasoning += any(choice.message.get("reasoning") for choice in call.choices)
 
     def to_json(self) -> dict[str, Any]:
@@ -129,12 +141,12 @@ class Card:
         )
         chosen = {name: value for name, value in self.filters.items() if value not in (None, False)}
         lines += ["## Chosen by", "", *(f"* `{name}`: {_cell(value)}" for name, value in chosen.items()), ""]
-        for name, title in _LIST_OF.items():
+        for name, (title, unit) in _LIST_OF.items():
             total: Counter[str] = Counter()
             for side in self.sides.values():
                 total.update(getattr(side, name))
             if total:
-                lines += [f"## {title}", "", *_table((name, "calls"), sorted(total.items()))]
+                lines += [f"## {title}", "", *_table((name.replace("_", " "), unit), sorted(total.items()))]
         lines += ["## Left out", "", f"{self.seen} rollouts were looked at.", ""]
         for name, title in _REFUSED.items():
             counts = _ordered(getattr(self.refused, name))

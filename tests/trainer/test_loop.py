@@ -90,29 +90,32 @@ def config(tmp_path: Path, model: Path, engine_url: str) -> TrainConfig:
     return load_config(file)
 
 
-def spans_of(rollout_id: str, trace: str, calls: int) -> list[Span]:
+def spans_of(rollout_id: str, trace: str, calls: int, last: int = 4) -> list[Span]:
     """A rollout of so many calls; each continues the one before and sees the same as in any other rollout."""
     names = {c.ROLLOUT_ID: rollout_id, c.ATTEMPT: 0}
     spans = [span("r", trace=trace, attributes={**names, c.SPAN_ROLE: "rollout"}, end_ns=100)]
     ids, messages = [1, 2], [{"role": "user", "parts": [{"type": "text", "content": "q"}]}]
     for index in range(calls):
         seen = {c.INPUT_MESSAGES: json.dumps(messages), c.RESPONSE_ID: f"{rollout_id}-{index}"}
-        told = text_attributes(**names, **token_attributes(ids, (3, 4), version=0), **seen)
+        told = text_attributes(**names, **token_attributes(ids, (3, last), version=0), **seen)
         spans.append(span(f"c{index}", trace=trace, parent="r", start_ns=10 + index, attributes=told))
-        ids = [*ids, 3, 4, 5]
+        ids = [*ids, 3, last, 5]
         for role in ("assistant", "user"):
             messages = [*messages, {"role": role, "parts": [{"type": "text", "content": "on"}]}]
     return spans
 
 
-def end_rollouts(store: FileStore, config: TrainConfig, refill: int, rewards: Sequence[float]) -> None:
+def end_rollouts(
+    store: FileStore, config: TrainConfig, refill: int, rewards: Sequence[float], last: int = 4
+) -> None:
     """End the rollouts of update 0; the first has one call, the next one more, and so on."""
     rollouts = update_rollouts(config, 0, refill, [{"task_id": "t0"}])
     store.enqueue(rollouts)
     for index, (rollout, reward) in enumerate(zip(rollouts, rewards, strict=True)):
         (claimed,) = store.claim(worker="w", limit=1)
         assert claimed.rollout_id == rollout.rollout_id
-        store.put_otlp(encode_request(spans_of(rollout.rollout_id, f"{refill}{index + 1}", index + 1)))
+        spans = spans_of(rollout.rollout_id, f"{refill}{index + 1}", index + 1, last)
+        store.put_otlp(encode_request(spans))
         store.put_rewards([Reward(rollout.rollout_id, reward, attempt=0)], author=RewardAuthor.EVALUATOR)
         store.finish(rollout.rollout_id, 0)
 
@@ -147,6 +150,13 @@ def test_equal_rewards_of_longer_and_shorter_rollouts_are_refused(config, start)
     said = str(caught.value)
     assert said.startswith("update 0: nothing to learn from 2 rollouts: 6 trainable tokens, 0 of 1 groups")
     assert {rollout.consumed_by for rollout in run.store.rollouts(run_id="r")} == {None}
+
+
+def test_ids_that_the_model_does_not_have_are_refused(config, start):
+    run = start(with_refills(config, 0))
+    end_rollouts(run.store, config, 0, [1.0, 0.0], last=320)  # the model has 320 tokens, 0 to 319
+    with pytest.raises(EmptyBatchError, match=r"3 calls refused; first refusal: token ids of another vocab"):
+        run.collect()
 
 
 def test_a_refill_is_announced_before_it_and_only_if_it_follows(config, start, caplog):

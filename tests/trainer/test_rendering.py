@@ -106,7 +106,7 @@ def test_text_parts_are_joined_and_other_parts_refused(tokenizer):
     call = make_call({"role": "assistant", "content": "2"}, messages=[{"role": "user", "content": parts}])
     assert "How many?<|im_end|>" in text_of(tokenizer, render_call(call, tokenizer).prompt_token_ids)
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]
-    with pytest.raises(GradeError, match="message 0 has content that is not text"):
+    with pytest.raises(GradeError, match="content that is not text: call 't-s' message 0"):
         render_call(make_call({"role": "assistant", "content": "2"}, messages=image), tokenizer)
 
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_rendered_faithfully_is_refused_with_the_reason(tokenizer
             "does not begin",
         ),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not end a reply"),
-        ("{{ raise_exception('tools are not supported') }}", "can't be rendered.*tools are not supported"),
+        ("{{ raise_exception('tools are not supported') }}", "can't render it.*tools are not supported"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>", "does not begin"),
     ],
 )
@@ -169,5 +169,5 @@ def test_with_rendered_ids_never_touches_the_engines_ids(tokenizer):
     exact = make_call({"role": "assistant", "content": "12"}, grade=Grade.EXACT)
     assert with_rendered_ids(exact, tokenizer) is exact
     broken = make_call({"role": "assistant", "content": "12"}, grade=Grade.UNUSABLE)
-    with pytest.raises(GradeError, match="unusable: no token ids"):
+    with pytest.raises(GradeError, match="unusable: 't-s': no token ids"):
         with_rendered_ids(broken, tokenizer)

@@ -2,10 +2,14 @@ import dataclasses
 import importlib.metadata
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.adapters.building import span, text_attributes
+from tests.adapters.building import call, span, text_attributes
+from tests.trainer.small_policy import make_tokenizer
 
+from spangrad.adapters.model_call import Choice, Grade
+from spangrad.errors import EmptyBatchError
 from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import encode_request
 from spangrad.store.records import Reward, RewardAuthor, Rollout, RolloutStatus
@@ -16,6 +20,7 @@ from spangrad.trainer.policies.warm_start import (
     WarmStartConfig,
     cache_name,
     cloning_config,
+    cloning_rows,
     install,
     read_expert,
     stamp_of,
@@ -119,6 +124,26 @@ def test_name_in_the_cache_changes_with_the_source_of_what_makes_the_policy(trai
         Path, "read_bytes", lambda file: read_bytes(file) + (b"#" if str(file).endswith(part) else b"")
     )
     assert cache_name(CONFIG, train, 0) != before
+
+
+def test_calls_whose_tools_nobody_recorded_are_cloned_only_if_asked():
+    tokenizer = make_tokenizer()
+    unknown = "tool definitions were not recorded"
+    told: dict[str, Any] = {"grade": Grade.TEXT, "messages": [{"role": "user", "content": "How many?"}]}
+    calls = [
+        dataclasses.replace(
+            call(name, [], [], rollout_id=name, **told),
+            grade_reasons=reasons,
+            choices=[Choice({"role": "assistant", "content": "12"}, "stop")],
+        )
+        for name, reasons in (("known", ("no token ids",)), ("unknown", (f"{unknown}: tools were used",)))
+    ]
+    rows, refused = cloning_rows(calls, tokenizer)
+    assert ([row.rollout_id for row in rows], refused) == (["known"], {unknown: 1})
+    rows, refused = cloning_rows(calls, tokenizer, keep_unknown_tools=True)
+    assert ([row.rollout_id for row in rows], refused) == (["known", "unknown"], {})
+    with pytest.raises(EmptyBatchError, match=f"none of 1 recorded calls can be cloned.*{unknown}"):
+        cloning_rows(calls[1:], tokenizer)
 
 
 def made(folder: Path, loss: float) -> tuple[WarmStart, Path]:

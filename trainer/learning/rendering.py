@@ -7,23 +7,33 @@ Invariants:
 * the rendered conversation begins with the rendered prompt, in text and in token ids;
 * the completion ends with the end-of-turn token, as the policy would sample it; what the
   template adds behind that token is left out;
-* what was recorded (content, tool names, argument strings byte for byte) can be read in the
-  decoded completion; anything else is a `GradeError`, never a quiet repair.
+* what was recorded of the reply (content, thoughts, tool names, argument strings byte for byte)
+  can be read in the decoded completion; anything else is a `GradeError`, never a quiet repair;
+* a message of the prompt that can't be read in it is told (`RenderedCall.notes`): templates drop
+  earlier thoughts, some of them other messages;
+* a prompt that is known to lack something, as tools that nobody recorded, is not rendered unasked.
+
+Errors read `what: where and why`; calls with the same `what` can be counted.
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from jinja2 import TemplateError
 
+from spangrad.adapters.grading import TOOLS_UNKNOWN, reason_kind
 from spangrad.adapters.model_call import Choice, Grade, ModelCall
 from spangrad.errors import GradeError
+from spangrad.trainer.learning.vocabulary import Vocabulary, check_vocabulary
+
+DROPS_THOUGHTS: Final = "the chat template drops earlier thoughts"
+REWRITES: Final = "the chat template drops or rewrites messages"
 
 
-class ChatTokenizer(Protocol):
+class ChatTokenizer(Vocabulary, Protocol):
     """The part of a Hugging Face tokenizer that rendering needs."""
 
     @property
@@ -36,9 +46,6 @@ class ChatTokenizer(Protocol):
     def encode(self, text: Any, **kwargs: Any) -> Any:
         """Text to ids."""
 
-    def decode(self, token_ids: Any, **kwargs: Any) -> Any:
-        """Ids to text."""
-
 
 @dataclass(frozen=True, slots=True)
 class RenderedCall:
@@ -48,6 +55,8 @@ class RenderedCall:
     """What the policy would have been shown."""
     sampled_token_ids: tuple[int, ...]
     """What it would have had to sample to give the recorded reply, end of turn included."""
+    notes: tuple[str, ...] = ()
+    """What of the messages can't be read in the prompt: `what: which messages`."""
 
 
 def _text_content(content: object, where: str) -> str:
@@ -59,7 +68,7 @@ def _text_content(content: object, where: str) -> str:
         parts = [part for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
         if len(parts) == len(content):
             return "".join(str(part["text"]) for part in parts)
-    raise GradeError(f"{where} has content that is not text; only text can be rendered with a chat template")
+    raise GradeError(f"a message has content that is not text: {where}; only text can be rendered")
 
 
 def _argument_string(arguments: object) -> str:
@@ -69,8 +78,13 @@ def _argument_string(arguments: object) -> str:
 
 
 def _template_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Message with plain text content and the argument strings as they were recorded."""
+    """Message with plain text content and the argument strings as they were recorded.
+
+    Thoughts are under `reasoning_content`, too, where the templates of Qwen, DeepSeek and GLM look for them.
+    """
     normal = {**message, "role": message["role"], "content": _text_content(message.get("content"), where)}
+    if message.get("reasoning"):
+        normal.setdefault("reasoning_content", message["reasoning"])
     normal.pop("tool_calls", None)
     if message.get("tool_calls"):
         normal["tool_calls"] = [
@@ -104,21 +118,58 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls}
 
 
+def _thought(message: Mapping[str, Any]) -> str:
+    return str(message.get("reasoning_content") or "").strip()
+
+
 def _reply_parts(message: Mapping[str, Any]) -> list[str]:
     """What must be readable in a rendered reply."""
-    parts = [message["content"].strip()] if message["role"] == "assistant" else []
+    parts = [message["content"].strip(), _thought(message)] if message["role"] == "assistant" else []
+    return [part for part in (*parts, *_call_parts(message)) if part]
+
+
+def _call_parts(message: Mapping[str, Any]) -> Iterator[str]:
     for call in message.get("tool_calls", ()):
-        parts += [str(call["function"]["name"]), _argument_string(call["function"]["arguments"])]
-    return [part for part in parts if part]
+        yield from (str(call["function"]["name"]), _argument_string(call["function"]["arguments"]))
 
 
 def _tool_parts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """Tool calls of earlier replies, which the prompt must show unaltered."""
-    return [part for message in messages for part in _reply_parts({**message, "content": ""})]
+    return [part for message in messages for part in _call_parts(message) if part]
 
 
 def _missing(parts: Sequence[str], text: str) -> str | None:
     return next((part for part in parts if part not in text), None)
+
+
+def _unread(messages: Sequence[Mapping[str, Any]], prompt: str) -> Iterator[str]:
+    """What of the messages can't be read in the prompt, white space aside."""
+    shown, at = _dense(prompt), 0
+    lost: dict[str, list[int]] = {}
+    for index, message in enumerate(messages):
+        for kind, text in ((DROPS_THOUGHTS, _thought(message)), (REWRITES, message["content"])):
+            found = next((place for form in _forms(text) if (place := _find(shown, form, at)) >= 0), None)
+            if found is None:
+                lost.setdefault(kind, []).append(index)
+            at = max(at, found or 0)
+    yield from (f"{kind}: message {', '.join(map(str, which))}" for kind, which in lost.items())
+
+
+def _forms(text: str) -> Iterator[str]:
+    """How templates write a text: as it is, or as JSON."""
+    yield _dense(text)
+    yield _dense(json.dumps(text, ensure_ascii=False)[1:-1])
+    yield _dense(json.dumps(text)[1:-1])
+
+
+def _find(shown: str, text: str, start: int) -> int:
+    """Where a text is; messages mostly come in order, so that what is behind `start` is looked at first."""
+    found = shown.find(text, start)
+    return found if found >= 0 or not start else shown.find(text)
+
+
+def _dense(text: str) -> str:
+    return "".join(text.split())
 
 
 def _ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
@@ -138,11 +189,11 @@ def _render(
         )
         full = tokenizer.apply_chat_template([*messages, reply], tools=tools, tokenize=False)
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise GradeError(f"{where} can't be rendered with the policy's chat template: {error}") from error
+        raise GradeError(f"the chat template can't render it: {where}: {error}") from error
     if not full.startswith(prompt):
         raise GradeError(
-            f"{where}: the rendered conversation does not begin with the rendered prompt; the chat template "
-            "rewrites earlier text, so the reply has no place of its own"
+            f"the chat template rewrites earlier text: {where}: the rendered conversation does not begin "
+            "with the rendered prompt, so the reply has no place of its own"
         )
     return prompt, full
 
@@ -151,15 +202,14 @@ def _completion(prompt: str, full: str, tokenizer: ChatTokenizer, where: str) ->
     prompt_ids, full_ids = _ids(tokenizer, prompt), _ids(tokenizer, full)
     if full_ids[: len(prompt_ids)] != prompt_ids:
         raise GradeError(
-            f"{where}: the tokens of the conversation do not begin with the tokens of its prompt; the "
-            "tokenizer merges text across the border between prompt and reply"
+            f"the tokenizer merges text across the border between prompt and reply: {where}: the tokens of "
+            "the conversation do not begin with the tokens of its prompt"
         )
     completion = full_ids[len(prompt_ids) :]
     end = tokenizer.eos_token_id
     if end not in completion:
         raise GradeError(
-            f"{where}: the chat template does not end a reply with the tokenizer's end token (id {end!r}); "
-            "expected one"
+            f"the chat template does not end a reply with the tokenizer's end token: {where}: no {end!r}"
         )
     return RenderedCall(tuple(prompt_ids), tuple(completion[: completion.index(end) + 1]))
 
@@ -170,17 +220,17 @@ def _conversation(
     """Messages and reply of a call, ready for a template."""
     if not call.messages or choice_index >= len(call.choices):
         raise GradeError(
-            f"{where} has {len(call.messages)} messages and {len(call.choices)} replies; need both to render "
-            f"reply {choice_index}"
+            f"messages or reply are not there: {where} has {len(call.messages)} messages and "
+            f"{len(call.choices)} replies; need both to render reply {choice_index}"
         )
     choice = call.choices[choice_index]
     if choice.finish_reason == "length":
-        raise GradeError(f"{where}: the reply was cut at the token limit; its end was never produced")
+        raise GradeError(f"the reply was cut at the token limit: {where}; its end was never produced")
     try:
         messages = [_template_message(m, f"{where} message {i}") for i, m in enumerate(call.messages)]
         return messages, _template_message({**choice.message, "role": "assistant"}, f"{where} reply")
     except (KeyError, TypeError, AttributeError) as error:
-        raise GradeError(f"{where} has a message that is not in OpenAI chat form: {error!r}") from error
+        raise GradeError(f"a message is not in OpenAI chat form: {where}: {error!r}") from error
 
 
 def render_call(call: ModelCall, tokenizer: ChatTokenizer, *, choice_index: int = 0) -> RenderedCall:
@@ -202,7 +252,7 @@ def render_call(call: ModelCall, tokenizer: ChatTokenizer, *, choice_index: int 
     messages, reply = _conversation(call, choice_index, where)
     reply_parts, tool_parts = _reply_parts(reply), _tool_parts(messages)
     if not reply_parts:
-        raise GradeError(f"{where}: the reply has neither content nor tool calls; nothing to clone")
+        raise GradeError(f"the reply has neither content nor tool calls: {where}; nothing to clone")
     tools = [dict(tool) for tool in call.tools] or None
 
     problem = ""
@@ -211,7 +261,10 @@ def render_call(call: ModelCall, tokenizer: ChatTokenizer, *, choice_index: int 
         prompt, full = _render(attempt_messages, attempt_reply, tools, tokenizer, where)
         lost = _missing(tool_parts, prompt)
         if lost is not None:
-            problem = problem or f"{where}: {lost!r} of an earlier tool call is not in the rendered prompt"
+            problem = problem or (
+                f"the chat template loses an earlier tool call: {where}: {lost!r} of an earlier tool call is "
+                "not in the rendered prompt"
+            )
             continue
         rendered = _completion(prompt, full, tokenizer, where)
         text = tokenizer.decode(
@@ -219,26 +272,48 @@ def render_call(call: ModelCall, tokenizer: ChatTokenizer, *, choice_index: int 
         )
         lost = _missing(reply_parts, text)
         if lost is None:
-            return rendered
-        problem = problem or f"{where}: {lost!r} of the reply is not in the decoded completion {text!r}"
-    raise GradeError(f"{problem}; the chat template or the tokenizer loses it")
+            return dataclasses.replace(rendered, notes=tuple(_unread(messages, prompt)))
+        problem = problem or (
+            f"the chat template or the tokenizer loses the reply: {where}: {lost!r} of the reply is not in "
+            f"the decoded completion {text!r}"
+        )
+    raise GradeError(problem)
 
 
-def with_rendered_ids(call: ModelCall, tokenizer: ChatTokenizer) -> ModelCall:
+def with_rendered_ids(
+    call: ModelCall, tokenizer: ChatTokenizer, *, keep_unknown_tools: bool = False
+) -> ModelCall:
     """The call with token ids filled in; its grade stays `text`, for the ids are ours, not the engine's.
 
-    A call of grade `exact` or `ids` has the engine's ids and is returned as it is.
+    A call of grade `exact` or `ids` has the engine's ids: they are checked and stay as they are.
+
+    Args:
+        call: The call. What its messages lose in the prompt is added to its reasons.
+        tokenizer: The policy's.
+        keep_unknown_tools: Also render a call that used tools which nobody recorded. Its prompt is then not
+            the one that the model was shown.
 
     Raises:
-        GradeError: The call is unusable or can't be rendered faithfully.
+        GradeError: The call is unusable, can't be rendered faithfully, or has ids of another vocabulary.
     """
-    if call.grade in (Grade.EXACT, Grade.IDS):
-        return call
     if call.grade is Grade.UNUSABLE:
-        raise GradeError(f"call {call.call_id!r} is unusable: {'; '.join(call.grade_reasons)}")
+        raise GradeError(f"the call is unusable: {call.call_id!r}: {'; '.join(call.grade_reasons)}")
+    if call.grade in (Grade.EXACT, Grade.IDS):
+        check_vocabulary(call, tokenizer)
+        return call
+    if not keep_unknown_tools and any(reason_kind(why) == TOOLS_UNKNOWN for why in call.grade_reasons):
+        raise GradeError(
+            f"{TOOLS_UNKNOWN}: call {call.call_id!r} was shown more than its messages; "
+            "`--keep-unknown-tools` renders such calls without"
+        )
     rendered = [render_call(call, tokenizer, choice_index=i) for i in range(max(1, len(call.choices)))]
     choices: list[Choice] = [
         dataclasses.replace(choice, sampled_token_ids=ids.sampled_token_ids)
         for choice, ids in zip(call.choices, rendered, strict=True)
     ]
-    return dataclasses.replace(call, prompt_token_ids=rendered[0].prompt_token_ids, choices=tuple(choices))
+    return dataclasses.replace(
+        call,
+        prompt_token_ids=rendered[0].prompt_token_ids,
+        choices=tuple(choices),
+        grade_reasons=(*call.grade_reasons, *rendered[0].notes),
+    )

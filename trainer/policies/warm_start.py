@@ -17,9 +17,10 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from transformers import AutoTokenizer
 from spangrad import adapters, credit
 from spangrad.adapters.call_tree import build_tree
 from spangrad.adapters.calls import calls_of
+from spangrad.adapters.grading import reason_kind
 from spangrad.adapters.model_call import Grade, ModelCall
 from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import transitions, weigh
@@ -77,6 +79,8 @@ class WarmStartConfig:
     """Largest vocabulary of its tokenizer."""
     max_length: int = 1024
     """Longest prompt plus reply, tokens."""
+    keep_unknown_tools: bool = False
+    """Also clone calls that used tools which nobody recorded, without them in the prompt."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -103,6 +107,8 @@ class WarmStart:
     from_cache: bool
     loss: float
     """Mean loss of the last steps, nats per token."""
+    refused_because: Mapping[str, int] = field(default_factory=dict)
+    """Reason -> calls that were not cloned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,32 +202,34 @@ def read_expert(
     )
 
 
-def cloning_rows(calls: Sequence[ModelCall], tokenizer: Any) -> tuple[list[Transition], list[str]]:
-    """Text-grade calls -> rows that behaviour cloning trains on, and why others were refused."""
+def cloning_rows(
+    calls: Sequence[ModelCall], tokenizer: Any, *, keep_unknown_tools: bool = False
+) -> tuple[list[Transition], Counter[str]]:
+    """Text-grade calls -> rows that behaviour cloning trains on, and those refused: reason -> calls."""
     by_rollout: dict[str, list[ModelCall]] = {}
-    refused: list[str] = []
+    refused: Counter[str] = Counter()
+    first = "no call"
     for model_call in calls:
-        if model_call.grade is Grade.UNUSABLE or model_call.rollout_id is None:
-            refused.append(f"{model_call.call_id}: {', '.join(model_call.grade_reasons)}")
-            continue
         try:
-            rendered = with_rendered_ids(model_call, tokenizer)
+            if model_call.rollout_id is None:
+                raise GradeError(f"the call is of no rollout: {model_call.call_id!r}")
+            rendered = with_rendered_ids(model_call, tokenizer, keep_unknown_tools=keep_unknown_tools)
         except GradeError as error:
-            refused.append(f"{model_call.call_id}: {error}")
+            first = str(error) if not refused else first
+            refused[reason_kind(str(error))] += 1
             continue
         by_rollout.setdefault(model_call.rollout_id, []).append(rendered)
     rows: list[Transition] = []
     for group in by_rollout.values():
         rows += transitions(build_tree(group), None, group_id=None)
     if not rows:
-        first = refused[0] if refused else "no call"
         raise EmptyBatchError(f"none of {len(calls)} recorded calls can be cloned; first refusal: {first}")
     return weigh(rows), refused
 
 
 def start_policy(
     folder: Path, calls: Sequence[ModelCall], config: WarmStartConfig, *, seed: int
-) -> tuple[list[Transition], list[str]]:
+) -> tuple[list[Transition], Counter[str]]:
     """Make a policy with random weights whose tokenizer fits the calls; returns rows and refusals."""
     make_policy(
         folder,
@@ -233,7 +241,8 @@ def start_policy(
         max_length=config.max_length,
         seed=seed,
     )
-    return cloning_rows(calls, AutoTokenizer.from_pretrained(folder))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return cloning_rows(calls, tokenizer, keep_unknown_tools=config.keep_unknown_tools)
 
 
 def cloning_config(train: TrainConfig, config: WarmStartConfig, start: Path, *, seed: int) -> LearnerConfig:
@@ -310,7 +319,8 @@ def warm_start(
             rollouts=config.rollouts,
             failed=expert.failed,
             calls=len(expert.calls),
-            refused=len(refused),
+            refused=refused.total(),
+            refused_because=dict(refused),
             trained_tokens=int(sum(row.action_mask.sum() for row in rows)),
             from_cache=False,
             loss=fitted["loss/bc"],

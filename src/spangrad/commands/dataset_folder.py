@@ -3,6 +3,7 @@
 Knows which part writes which format; knows no command line. Loaded by the command when it runs.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -16,10 +17,12 @@ from spangrad.adapters.datasets.otlp import write_copy
 from spangrad.adapters.datasets.scanning import Scanner
 from spangrad.adapters.datasets.selecting import Filters, Refused, Selection, select
 from spangrad.adapters.datasets.tables import columns
+from spangrad.adapters.grading import TOOLS_UNKNOWN
 from spangrad.adapters.report import other_rewards
 from spangrad.commands.filters import rollouts_named_by
 from spangrad.commands.options import other_names
 from spangrad.commands.output import progress_bar
+from spangrad.commands.rendering import mixed_ids
 from spangrad.commands.transition_files import Credit, TransitionWriter, outcomes_by
 from spangrad.errors import EmptyBatchError
 from spangrad.store.base import Store
@@ -146,6 +149,7 @@ def _told(order: Order) -> dict[str, Any]:
         "authors": list(order.credit.authors),
         "reward": order.credit.reward,
         "clone": order.credit.config is None,
+        "keep_unknown_tools": order.credit.keep_unknown_tools,
         "keep_secrets": order.keep_secrets or order.is_copy,
     }
 
@@ -160,6 +164,14 @@ def _notes(store: Store, order: Order, sides: Mapping[str, Side]) -> tuple[str, 
         notes.append(f"reasoning of {thought} calls is left out: the format has no place for it")
     if order.credit.config is not None and (others := other_rewards(store, order.credit.reward)):
         notes.append(other_names(order.credit.reward, others))
+    unknown = sum(side.reasons[TOOLS_UNKNOWN] for side in sides.values())
+    if unknown and (form is not None or order.credit.keep_unknown_tools):
+        notes.append(
+            f"{unknown} calls used tools that nobody recorded: the model was shown more than their rows tell"
+        )
+    models = sum((side.row_models for side in sides.values()), Counter[str]())
+    if (warning := mixed_ids(models, is_checked=order.credit.render is not None)) is not None:
+        notes.append(warning)
     if "heldout" in sides:
         notes.append("tasks are held out by the hash of their key; a task never changes its side")
     if order.is_of_everything:

@@ -3,6 +3,7 @@
 Knows options, which of them go together, and what is told at the end; `dataset_folder.py` writes.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from spangrad.commands.options import (
     DEFAULT_STORE,
     JsonOption,
+    KeepUnknownToolsOption,
     KeyOption,
     RewardOption,
     RolloutsOption,
@@ -93,8 +95,13 @@ def export(
     ] = False,
     tokenizer: Annotated[
         Path | None,
-        typer.Option("--tokenizer", help="With --clone: model folder that gives calls of text their ids."),
+        typer.Option(
+            "--tokenizer",
+            help="Of transitions: model folder whose tokenizer token ids are checked against; with --clone it"
+            " gives calls of text theirs.",
+        ),
     ] = None,
+    keep_unknown_tools: KeepUnknownToolsOption = False,
     licence: Annotated[
         str | None, typer.Option("--licence", help="Licence of the data, for the card.")
     ] = None,
@@ -121,14 +128,16 @@ def export(
     from spangrad.commands.dataset_folder import COPIES, TRANSITIONS, Order, write_dataset
 
     check_target(out, force=force)
-    if clone and form.value != TRANSITIONS:
-        raise ConfigError(f"--clone is for transitions only, not for {form.value}")
+    for option, given in (("--clone", clone), ("--tokenizer", tokenizer)):
+        if given and form.value != TRANSITIONS:
+            raise ConfigError(f"{option} is for transitions only, not for {form.value}")
     if form.value in COPIES and (min_reward is not None or min_grade or policy or per_task or heldout):
         raise ConfigError(
             f"{form.value} copies what came in; only --sql, --rollout and --run choose among it"
         )
-    credit = _credit(config, author, reward, tokenizer, clone=clone)
-    grade = min_grade or _default_grade(config, credit, is_text=form.value != TRANSITIONS)
+    credit = _credit(config, author, reward, tokenizer, clone=clone, keep_unknown_tools=keep_unknown_tools)
+    renders = credit.render is not None and clone
+    grade = min_grade or _default_grade(config, is_text=renders or form.value != TRANSITIONS)
     known = FORMATS.get(form.value)
     filters = Filters(
         min_grade=Grade(grade.value),
@@ -145,8 +154,15 @@ def export(
 
 
 def _credit(
-    config: Path | None, author: list[str] | None, reward: str, tokenizer: Path | None, *, clone: bool
+    config: Path | None,
+    author: list[str] | None,
+    reward: str,
+    tokenizer: Path | None,
+    *,
+    clone: bool,
+    keep_unknown_tools: bool,
 ) -> "Credit":
+    from spangrad.commands.rendering import KEEPS_WITHOUT_RENDERING, renderer
     from spangrad.commands.transition_files import Credit
     from spangrad.credit.assign import CreditConfig
     from spangrad.credit.rewards import DEFAULT_AUTHORS
@@ -158,19 +174,17 @@ def _credit(
 
         settings = load_config(config)
         credit, authors = settings.credit, settings.rollout.reward_authors
+    if keep_unknown_tools and not (tokenizer and clone):
+        raise ConfigError(KEEPS_WITHOUT_RENDERING)
     render = None
     if tokenizer is not None:
-        if not clone:
-            raise ConfigError("--tokenizer is for --clone only: calls without the engine's ids get no credit")
         require("`spangrad export --tokenizer`", "train")
-        from spangrad.commands.rendering import renderer
-
-        render = renderer(tokenizer)
-    return Credit(None if clone else credit, author or authors, reward, render)
+        render = renderer(tokenizer, clone=clone, keep_unknown_tools=keep_unknown_tools)
+    return Credit(None if clone else credit, author or authors, reward, render, keep_unknown_tools)
 
 
-def _default_grade(config: Path | None, credit: "Credit", *, is_text: bool) -> MinGrade:
-    if is_text or credit.render is not None:
+def _default_grade(config: Path | None, *, is_text: bool) -> MinGrade:
+    if is_text:
         return MinGrade.TEXT
     return MinGrade.IDS if config is None else MinGrade.EXACT
 
@@ -183,6 +197,10 @@ def _tell(out: Path, card: "Card", *, as_json: bool) -> None:
     shown = ("split", "file", "rows", "rollouts", "tasks", "calls")
     rows = [{"split": name, **side} for name, side in told["splits"].items()]
     print_rows(shown, [{name: row.get(name) for name in shown} for row in rows], right=shown[2:])
+    for heading, unit, name in (("token ids of", "rows", "row_models"), ("altered", "calls", "altered")):
+        counts = sum((Counter(side[name]) for side in told["splits"].values()), Counter[str]())
+        for what, count in sorted(counts.items()):
+            note(f"{heading}, {count} {unit}: {what}")
     for kind, counts in told["refused"].items():
         for reason, count in counts.items():
             note(f"left out, {count} {kind}: {reason}")

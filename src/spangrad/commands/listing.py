@@ -1,7 +1,7 @@
 """Commands that show what is in a store: rollouts, calls, transitions."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -11,6 +11,7 @@ from spangrad.commands.filters import check_authors, is_measured, rollouts_that_
 from spangrad.commands.options import (
     DEFAULT_STORE,
     JsonOption,
+    KeepUnknownToolsOption,
     KeyOption,
     RewardOption,
     RolloutsOption,
@@ -21,13 +22,15 @@ from spangrad.commands.options import (
     require,
 )
 from spangrad.commands.output import note, print_json, print_rows
-from spangrad.commands.rendering import renderer
+from spangrad.commands.rendering import KEEPS_WITHOUT_RENDERING, mixed_ids, renderer
 from spangrad.errors import ConfigError
 from spangrad.store.records import DEFAULT_REWARD
 
 if TYPE_CHECKING:
     from spangrad.adapters.model_call import ModelCall
-    from spangrad.credit.pipeline import CreditedBatch, Render
+    from spangrad.credit.pipeline import CreditedBatch
+    from spangrad.credit.rendered import Render
+    from spangrad.credit.transition import Transition
     from spangrad.store.base import Store
     from spangrad.store.records import Rollout
     from spangrad.trainer.config import TrainConfig
@@ -147,9 +150,11 @@ def transitions(
         Path | None,
         typer.Option(
             "--tokenizer",
-            help="With --clone: model folder whose chat template gives calls of grade text their token ids.",
+            help="Model folder whose tokenizer token ids are checked against; with --clone its chat template"
+            " gives calls of grade text theirs.",
         ),
     ] = None,
+    keep_unknown_tools: KeepUnknownToolsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the training rows of rollouts: token ids, action mask, advantages, loss weight, segments.
@@ -165,12 +170,13 @@ def transitions(
     from spangrad.credit import row_to_json
     from spangrad.credit.assign import CreditConfig
     from spangrad.credit.pipeline import credited_rows
+    from spangrad.credit.rendered import models_of_row
     from spangrad.credit.rewards import DEFAULT_AUTHORS
 
     check_authors(author or ())
-    render = _render(tokenizer, clone=clone)
+    render = _render(tokenizer, clone=clone, keep_unknown_tools=keep_unknown_tools)
     settings = None if config is None else _settings(config)
-    grade = "text" if render is not None else min_grade or ("ids" if settings is None else "exact")
+    grade = "text" if render is not None and clone else min_grade or ("ids" if settings is None else "exact")
     with opened(store, key) as opened_store:
         wanted = rollouts_that_fit(opened_store, store, rollouts=rollout, run=run, split=split)
         if not (rollout or split):
@@ -195,11 +201,20 @@ def transitions(
     every = [row for one in batches for row in one.rows]
     splits = {found.rollout_id: found.split for found in wanted}
     shown = [row for row in every if row.rollout_id in splits]
-    rows = [{"split": splits[row.rollout_id], **row_to_json(row)} for row in shown]
+    calls = {call.call_id: call for one in batches for call in one.calls}
+    rows = [
+        {
+            "split": splits[row.rollout_id],
+            "model": ", ".join(models_of_row(row, calls)),
+            **row_to_json(row),
+        }
+        for row in shown
+    ]
     if as_json:
         print_json(rows)
     elif rows:
-        print_rows(_TRANSITION_COLUMNS, [_summary(row) for row in rows], right=_TRANSITION_COLUMNS[2:-1])
+        print_rows(_TRANSITION_COLUMNS, [_summary(row) for row in rows], right=_TRANSITION_COLUMNS[2:-2])
+    _tell_ids(batches, shown, calls, is_checked=render is not None)
     _tell_measured([found for found in wanted if is_measured(found)])
     _tell_refused(batches, splits, render)
     if others:
@@ -217,6 +232,7 @@ _TRANSITION_COLUMNS: Final = (
     "advantage",
     "loss_weight",
     "grade",
+    "model",
 )
 
 
@@ -245,13 +261,13 @@ def _calls(
     return calls, known
 
 
-def _render(tokenizer: Path | None, *, clone: bool) -> "Render | None":
+def _render(tokenizer: Path | None, *, clone: bool, keep_unknown_tools: bool) -> "Render | None":
+    if keep_unknown_tools and not (tokenizer and clone):
+        raise ConfigError(KEEPS_WITHOUT_RENDERING)
     if tokenizer is None:
         return None
-    if not clone:
-        raise ConfigError("--tokenizer is for --clone only: calls without the engine's ids can't be credited")
     require("`spangrad transitions --tokenizer`", "train")
-    return renderer(tokenizer)
+    return renderer(tokenizer, clone=clone, keep_unknown_tools=keep_unknown_tools)
 
 
 def _tell_measured(measured: "Sequence[Rollout]") -> None:
@@ -263,15 +279,34 @@ def _tell_measured(measured: "Sequence[Rollout]") -> None:
         )
 
 
+def _tell_ids(
+    batches: "Sequence[CreditedBatch]",
+    rows: "Sequence[Transition]",
+    calls: "Mapping[str, ModelCall]",
+    *,
+    is_checked: bool,
+) -> None:
+    """Say whose token ids the rows hold, and what rendering altered."""
+    from spangrad.credit.rendered import row_models
+
+    if (warning := mixed_ids(row_models(rows, calls), is_checked=is_checked)) is not None:
+        note(warning)
+    altered = sum((Counter(batch.notes) for batch in batches), Counter[str]())
+    for kind, count in sorted(altered.items()):
+        note(f"rendered, {count}x: {kind}")
+
+
 def _tell_refused(batches: "Sequence[CreditedBatch]", ids: Collection[str], render: "Render | None") -> None:
     """Say what is not trained, and what would make rows of calls that are only text."""
+    from spangrad.adapters.grading import TOOLS_UNKNOWN
     from spangrad.adapters.model_call import Grade
     from spangrad.credit.pipeline import MISSING_REWARD
 
     refused = [one for batch in batches for one in batch.refused if one.rollout_id in ids]
-    reasons = Counter(one.reason for one in refused).most_common()
+    first = {one.counted_as: one.reason for one in reversed(refused)}
+    reasons = Counter(one.counted_as for one in refused).most_common()
     for reason, count in reasons[:_REASONS_SHOWN]:
-        note(f"not trained, {count}x: {reason}")
+        note(f"not trained, {count}x: {first[reason] if count == 1 else reason}")
     if others := reasons[_REASONS_SHOWN:]:
         note(f"not trained, {sum(count for _, count in others)}x: {len(others)} other reasons")
     if refused and all(one.reason == MISSING_REWARD for one in refused):
@@ -279,6 +314,8 @@ def _tell_refused(batches: "Sequence[CreditedBatch]", ids: Collection[str], rend
             "--clone needs no rewards: `spangrad transitions --clone` shows what behaviour cloning trains on;"
             " `spangrad score` gives rewards"
         )
+    if any(one.counted_as.endswith(TOOLS_UNKNOWN) for one in refused):
+        note("--keep-unknown-tools renders such calls without their tools: another prompt than the model saw")
     names = {one.call_id for one in refused}
     read = [call for batch in batches for call in batch.calls if call.call_id in names]
     texts = sum(call.grade is Grade.TEXT for call in read)
@@ -307,6 +344,7 @@ def _summary(row: dict[str, Any]) -> dict[str, Any]:
         "advantage": sum(trained) / len(trained) if trained else None,
         "loss_weight": row["loss_weight"],
         "grade": row["grade"],
+        "model": row["model"],
     }
 
 

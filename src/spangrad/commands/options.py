@@ -37,6 +37,13 @@ SqlOption = Annotated[
 ]
 RunOption = Annotated[str | None, typer.Option("--run", help="Only rollouts of this training run.")]
 RewardOption = Annotated[str, typer.Option("--reward", help="Name of the reward that counts.")]
+KeepUnknownToolsOption = Annotated[
+    bool,
+    typer.Option(
+        "--keep-unknown-tools",
+        help="With --tokenizer: also render calls whose tools nobody recorded; their prompts lack them.",
+    ),
+]
 HostOption = Annotated[str, typer.Option("--host", help="Address to listen on.")]
 KeysOption = Annotated[
     Path | None,

@@ -1,16 +1,25 @@
-"""A model folder's chat template, for calls that are text."""
+"""A tokenizer for a command: what it makes of calls, and what is said where ids of several models meet.
 
+Knows a model folder, and the options that are about it. Loads transformers when a command gives one.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from spangrad.errors import ConfigError
 
 if TYPE_CHECKING:
-    from spangrad.credit.pipeline import Render
+    from spangrad.adapters.model_call import ModelCall
+    from spangrad.credit.rendered import Render
+
+KEEPS_WITHOUT_RENDERING: Final = (
+    "--keep-unknown-tools is about calls that are rendered: give --clone and --tokenizer MODEL_FOLDER, too"
+)
 
 
-def renderer(folder: Path) -> "Render":
-    """What gives text-grade calls their token ids: the chat template of a model folder.
+def renderer(folder: Path, *, clone: bool, keep_unknown_tools: bool = False) -> "Render":
+    """What checks the token ids of calls and, to clone, gives text-grade calls theirs, out of a model folder.
 
     Raises:
         ConfigError: The folder has no tokenizer or no chat template.
@@ -18,6 +27,7 @@ def renderer(folder: Path) -> "Render":
     from transformers import AutoTokenizer
 
     from spangrad.trainer.learning.rendering import with_rendered_ids
+    from spangrad.trainer.learning.vocabulary import check_vocabulary
 
     expected = "expected a model folder (Hugging Face format) with tokenizer and chat template"
     if not folder.is_dir():
@@ -29,4 +39,21 @@ def renderer(folder: Path) -> "Render":
         raise ConfigError(f"--tokenizer {str(folder)!r} can't be loaded: {first}; {expected}") from error
     if tokenizer.chat_template is None:
         raise ConfigError(f"--tokenizer {str(folder)!r} has no chat template; {expected}")
-    return lambda call: with_rendered_ids(call, tokenizer)
+
+    def checked(call: "ModelCall") -> "ModelCall":
+        check_vocabulary(call, tokenizer)
+        return call
+
+    def rendered(call: "ModelCall") -> "ModelCall":
+        return with_rendered_ids(call, tokenizer, keep_unknown_tools=keep_unknown_tools)
+
+    return rendered if clone else checked
+
+
+def mixed_ids(models: Mapping[str, int], *, is_checked: bool) -> str | None:
+    """What to say where rows hold token ids of several models (model -> rows); None where they do not."""
+    if len(models) < 2:
+        return None
+    told = ", ".join(f"{name} in {count} rows" for name, count in sorted(models.items()))
+    how = "each was checked against --tokenizer" if is_checked else "--tokenizer MODEL_FOLDER checks that"
+    return f"warning: token ids of several models are mixed, right only in one vocabulary ({how}): {told}"

@@ -26,7 +26,8 @@ from spangrad.adapters.datasets.tables import TRANSITIONS
 from spangrad.adapters.datasets.writing import write_parquet
 from spangrad.adapters.model_call import ModelCall
 from spangrad.credit.assign import CreditConfig
-from spangrad.credit.pipeline import CreditedBatch, Render, credited_rows
+from spangrad.credit.pipeline import CreditedBatch, credited_rows
+from spangrad.credit.rendered import Render, row_models
 from spangrad.credit.rewards import by_rollout, total_reward
 from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import row_to_json, weigh
@@ -48,7 +49,9 @@ class Credit:
     reward: str = DEFAULT_REWARD
     """Name of the reward that counts."""
     render: Render | None = None
-    """Gives calls of grade text their ids."""
+    """Gives calls of grade text their ids, and checks those of others."""
+    keep_unknown_tools: bool = False
+    """Whether it renders calls whose tools nobody recorded."""
 
 
 def outcomes_by(store: Store, authors: Sequence[str], reward: str = DEFAULT_REWARD) -> Outcomes:
@@ -151,6 +154,7 @@ class TransitionWriter:
         calls = {call.call_id: call for call in batch.calls if call.rollout_id in by_id}
         usable = {call.call_id for call in usable_calls(list(calls.values()), self._filters)}
         self._count_refused(batch, usable)
+        side.altered.update(batch.notes)
         rows = [row for row in batch.rows if row.rollout_id in by_id and self._may_go(row, calls)]
         rows.sort(key=lambda row: (by_id[row.rollout_id].task_key, row.rollout_id))
         for rollout_id, own in groupby(weigh(rows, n_rollouts=1), key=lambda row: row.rollout_id):
@@ -158,6 +162,7 @@ class TransitionWriter:
             trained = [calls[segment.call_id] for row in told for segment in row.segments]
             trained = list({call.call_id: call for call in trained}.values())
             side.add(Exported(rollout_id, one.task_key, trained, one.reward))
+            side.row_models.update(row_models(told, calls))
             for row in told:
                 side.trained_tokens = (side.trained_tokens or 0) + int(row.action_mask.sum())
                 yield _row(row, one, calls)
@@ -166,7 +171,7 @@ class TransitionWriter:
         """What credit refused of what the filters let pass."""
         for one in batch.refused:
             if one.call_id in usable:
-                self._selection.refused.calls[one.reason] += 1
+                self._selection.refused.calls[one.counted_as] += 1
 
     def _may_go(self, row: Transition, calls: Mapping[str, ModelCall]) -> bool:
         refused = self._selection.refused.rows
