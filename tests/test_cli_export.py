@@ -20,7 +20,7 @@ from spangrad.store import open_store
 from spangrad.store.otlp import encode_request
 from spangrad.store.records import Reward, Rollout
 from spangrad.tracer import conventions as c
-from spangrad.trainer.learning.rendering import DROPS_THOUGHTS
+from spangrad.trainer.learning.reading_back import DROPS_THOUGHTS
 from tests.adapters.building import span, text_attributes, token_attributes
 from tests.adapters.captured import FIXTURES
 from tests.store.hub_process import HubProcess

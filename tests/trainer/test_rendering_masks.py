@@ -1,5 +1,6 @@
 """Masks found by rendering with and without a reply, against a template's own generation marks."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,8 @@ from spangrad.adapters.model_call import Choice, Grade, ModelCall
 from spangrad.credit.rendered import count_rewritten
 from spangrad.credit.transitions import transitions
 from spangrad.errors import GradeError
-from spangrad.trainer.learning.rendering import DROPS_THOUGHTS, REWRITES, render_call, with_rendered_ids
+from spangrad.trainer.learning.reading_back import DROPS_THOUGHTS, REWRITES
+from spangrad.trainer.learning.rendering import render_call, with_rendered_ids
 from spangrad.trainer.policies.policy import Conversation, make_tokenizer, render
 
 Message = Mapping[str, Any]
@@ -46,6 +48,17 @@ THINKS = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """As Qwen3 does it: thoughts are shown of replies to the last question alone."""
+XML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ '<function=' + call.function.name + '>' }}{% for name, value in call.function.arguments | items %}"
+    "{{ '<parameter=' + name + '>\\n' }}{{ value if value is string else value | tojson }}"
+    "{{ '\\n</parameter>' }}"
+    "{% endfor %}{{ '</function>' }}{% endfor %}{{ '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""As Qwen3.5 does it: arguments have to be objects, and are written as XML."""
 FIRST_SYSTEM = (
     "{% for m in messages if m.role == 'system' %}{{ '<|im_start|>system\\n' + m.content + '<|im_end|>\\n' }}"
     "{% endfor %}"
@@ -102,11 +115,16 @@ def told_by_template(
     return list(told["input_ids"]), [bool(mask) for mask in told["assistant_masks"]]
 
 
-def assert_same_mask(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Message] = (TOOL,)) -> None:
-    """The one row of a conversation trains exactly what the template marks."""
+def assert_same_mask(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Message] = (TOOL,),
+    given: Sequence[Message] | None = None,
+) -> None:
+    """The one row of a conversation trains exactly what the template marks, who may get other objects."""
     rendered = [with_rendered_ids(call, tokenizer) for call in calls_of(messages, tools)]
     (row,) = transitions(build_tree(rendered), None, group_id=None)
-    ids, mask = told_by_template(tokenizer, messages, tools)
+    ids, mask = told_by_template(tokenizer, messages if given is None else given, tools)
     trained = len(row.token_ids)
     assert row.token_ids.tolist() == ids[:trained]
     assert row.action_mask.tolist() == mask[:trained]
@@ -199,6 +217,25 @@ def test_a_message_that_the_template_leaves_out_is_told_and_one_written_as_json_
     assert render_call(call, with_template(tokenizer, escaping)).notes == ()
     silent = escaping.replace("{% for m in messages %}{{", "{% for m in messages[1:] %}{{")
     assert render_call(call, with_template(tokenizer, silent)).notes == (f"{REWRITES}: message 0",)
+
+
+def test_a_template_with_a_form_of_its_own_shows_keys_and_values(tokenizer):
+    arguments = '{"sql": "SELECT \\"é\\"", "limit":3, "deep": {"a":[1,null]}}'
+    made = {"id": "c", "type": "function", "function": {"name": "query", "arguments": arguments}}
+    calling = {**LOOK, "tool_calls": [made]}
+    function = {"name": "query", "arguments": json.loads(arguments)}
+    given = {**LOOK, "tool_calls": [{**made, "function": function}]}
+    for replies, told in (([calling, SEEN, TOLD], [given, SEEN, TOLD]), ([calling], [given])):
+        assert_same_mask(with_template(tokenizer, XML), [ASKED, *replies], given=[ASKED, *told])
+    first, second = calls_of([ASKED, calling, SEEN, TOLD])
+    for lossy in (
+        XML.replace("value if value is string else value | tojson", "'?'"),
+        XML.replace("+ name +", "+"),
+    ):
+        with pytest.raises(GradeError, match="loses the reply"):
+            render_call(first, with_template(tokenizer, lossy))
+        with pytest.raises(GradeError, match="loses an earlier tool call"):
+            render_call(second, with_template(tokenizer, lossy))
 
 
 @pytest.mark.parametrize("between", [SYSTEM, {"role": "user", "content": "Sure?"}])

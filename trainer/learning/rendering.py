@@ -18,19 +18,17 @@ Errors read `what: where and why`; calls with the same `what` can be counted.
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, cast
+from typing import Any, Protocol, cast
 
 from jinja2 import TemplateError
 
 from spangrad.adapters.grading import TOOLS_UNKNOWN, reason_kind
 from spangrad.adapters.model_call import Choice, Grade, ModelCall
 from spangrad.errors import GradeError
+from spangrad.trainer.learning.reading_back import lost_calls, lost_of_reply, says_something, unread
 from spangrad.trainer.learning.vocabulary import Vocabulary, check_vocabulary
-
-DROPS_THOUGHTS: Final = "the chat template drops earlier thoughts"
-REWRITES: Final = "the chat template drops or rewrites messages"
 
 
 class ChatTokenizer(Vocabulary, Protocol):
@@ -80,11 +78,12 @@ def _argument_string(arguments: object) -> str:
 def _template_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Message with plain text content and the argument strings as they were recorded.
 
-    Thoughts are under `reasoning_content`, too, where the templates of Qwen, DeepSeek and GLM look for them.
+    Thoughts are under `reasoning_content`, too, where the templates of Qwen, DeepSeek and GLM look for them,
+    and under `thinking`, where gpt-oss does.
     """
     normal = {**message, "role": message["role"], "content": _text_content(message.get("content"), where)}
-    if message.get("reasoning"):
-        normal.setdefault("reasoning_content", message["reasoning"])
+    if thought := message.get("reasoning") or message.get("reasoning_content"):
+        normal |= {"reasoning_content": thought, "thinking": thought}
     normal.pop("tool_calls", None)
     if message.get("tool_calls"):
         normal["tool_calls"] = [
@@ -116,60 +115,6 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
             return message
         calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return {**message, "tool_calls": calls}
-
-
-def _thought(message: Mapping[str, Any]) -> str:
-    return str(message.get("reasoning_content") or "").strip()
-
-
-def _reply_parts(message: Mapping[str, Any]) -> list[str]:
-    """What must be readable in a rendered reply."""
-    parts = [message["content"].strip(), _thought(message)] if message["role"] == "assistant" else []
-    return [part for part in (*parts, *_call_parts(message)) if part]
-
-
-def _call_parts(message: Mapping[str, Any]) -> Iterator[str]:
-    for call in message.get("tool_calls", ()):
-        yield from (str(call["function"]["name"]), _argument_string(call["function"]["arguments"]))
-
-
-def _tool_parts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Tool calls of earlier replies, which the prompt must show unaltered."""
-    return [part for message in messages for part in _call_parts(message) if part]
-
-
-def _missing(parts: Sequence[str], text: str) -> str | None:
-    return next((part for part in parts if part not in text), None)
-
-
-def _unread(messages: Sequence[Mapping[str, Any]], prompt: str) -> Iterator[str]:
-    """What of the messages can't be read in the prompt, white space aside."""
-    shown, at = _dense(prompt), 0
-    lost: dict[str, list[int]] = {}
-    for index, message in enumerate(messages):
-        for kind, text in ((DROPS_THOUGHTS, _thought(message)), (REWRITES, message["content"])):
-            found = next((place for form in _forms(text) if (place := _find(shown, form, at)) >= 0), None)
-            if found is None:
-                lost.setdefault(kind, []).append(index)
-            at = max(at, found or 0)
-    yield from (f"{kind}: message {', '.join(map(str, which))}" for kind, which in lost.items())
-
-
-def _forms(text: str) -> Iterator[str]:
-    """How templates write a text: as it is, or as JSON."""
-    yield _dense(text)
-    yield _dense(json.dumps(text, ensure_ascii=False)[1:-1])
-    yield _dense(json.dumps(text)[1:-1])
-
-
-def _find(shown: str, text: str, start: int) -> int:
-    """Where a text is; messages mostly come in order, so that what is behind `start` is looked at first."""
-    found = shown.find(text, start)
-    return found if found >= 0 or not start else shown.find(text)
-
-
-def _dense(text: str) -> str:
-    return "".join(text.split())
 
 
 def _ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
@@ -237,8 +182,9 @@ def render_call(call: ModelCall, tokenizer: ChatTokenizer, *, choice_index: int 
     """Token ids of a recorded call, as the policy would have seen and sampled it.
 
     Argument strings go into the template as recorded. Where the template escapes them once
-    more, it gets the parsed objects instead, and the result counts only if the recorded
-    strings come out again byte for byte.
+    more, or can't take strings, it gets the parsed objects instead; the result counts only if
+    the recorded strings come out again byte for byte, or keys and values where the template
+    writes no JSON.
 
     Args:
         call: A call with messages and a reply.
@@ -250,34 +196,45 @@ def render_call(call: ModelCall, tokenizer: ChatTokenizer, *, choice_index: int 
     """
     where = f"call {call.call_id!r}"
     messages, reply = _conversation(call, choice_index, where)
-    reply_parts, tool_parts = _reply_parts(reply), _tool_parts(messages)
-    if not reply_parts:
+    if not says_something(reply):
         raise GradeError(f"the reply has neither content nor tool calls: {where}; nothing to clone")
     tools = [dict(tool) for tool in call.tools] or None
+    try:
+        return _rendered(messages, reply, messages, reply, tools, tokenizer, where)
+    except GradeError:
+        shown, given = [_with_parsed_arguments(each) for each in messages], _with_parsed_arguments(reply)
+        if shown == messages and given == reply:
+            raise
+    return _rendered(messages, reply, shown, given, tools, tokenizer, where)
 
-    problem = ""
-    parsed = [_with_parsed_arguments(message) for message in messages]
-    for attempt_messages, attempt_reply in ((messages, reply), (parsed, _with_parsed_arguments(reply))):
-        prompt, full = _render(attempt_messages, attempt_reply, tools, tokenizer, where)
-        lost = _missing(tool_parts, prompt)
-        if lost is not None:
-            problem = problem or (
-                f"the chat template loses an earlier tool call: {where}: {lost!r} of an earlier tool call is "
-                "not in the rendered prompt"
-            )
-            continue
-        rendered = _completion(prompt, full, tokenizer, where)
-        text = tokenizer.decode(
-            list(rendered.sampled_token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+
+def _rendered(
+    messages: list[dict[str, Any]],
+    reply: dict[str, Any],
+    shown: list[dict[str, Any]],
+    given: dict[str, Any],
+    tools: list[dict[str, Any]] | None,
+    tokenizer: ChatTokenizer,
+    where: str,
+) -> RenderedCall:
+    """Render what the template is given, and read in it what was recorded."""
+    prompt, full = _render(shown, given, tools, tokenizer, where)
+    by_value = shown is not messages
+    if (lost := lost_calls(messages, prompt, by_value=by_value)) is not None:
+        raise GradeError(
+            f"the chat template loses an earlier tool call: {where}: {lost!r} of an earlier tool call is not "
+            "in the rendered prompt"
         )
-        lost = _missing(reply_parts, text)
-        if lost is None:
-            return dataclasses.replace(rendered, notes=tuple(_unread(messages, prompt)))
-        problem = problem or (
+    rendered = _completion(prompt, full, tokenizer, where)
+    text = tokenizer.decode(
+        list(rendered.sampled_token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    if (lost := lost_of_reply(reply, text, by_value=by_value)) is not None:
+        raise GradeError(
             f"the chat template or the tokenizer loses the reply: {where}: {lost!r} of the reply is not in "
             f"the decoded completion {text!r}"
         )
-    raise GradeError(problem)
+    return dataclasses.replace(rendered, notes=tuple(unread(messages, prompt)))
 
 
 def with_rendered_ids(
