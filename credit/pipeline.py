@@ -15,7 +15,7 @@ from spangrad.adapters.call_tree import build_tree
 from spangrad.adapters.calls import calls_of
 from spangrad.adapters.model_call import Grade, ModelCall, Purpose
 from spangrad.credit.assign import CreditConfig, assign
-from spangrad.credit.rendered import REWRITTEN, Render, count_rewritten, rendered
+from spangrad.credit.rendered import REWRITTEN, Render, count_rewritten, rendered, with_unknown_tools
 from spangrad.credit.rewards import DEFAULT_AUTHORS, RolloutRewards, by_rollout, rewards_of
 from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import (
@@ -214,6 +214,8 @@ def _rows(
 ) -> list[Transition]:
     """Rows of one rollout; every call that none of them trains is refused."""
     sampled = [call for call in calls if call.purpose is not Purpose.EMBEDDING]
+    if render is not None:
+        sampled = with_unknown_tools(sampled)
     with_ids = [rendered(call, render, refused, notes) for call in sampled]
     tree = build_tree([call for call in with_ids if call is not None])
     if render is not None:

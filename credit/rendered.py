@@ -8,12 +8,13 @@ Invariants:
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from spangrad.adapters.call_tree import CallNode, CallTree
 from spangrad.adapters.datasets.conversation import running_keys
-from spangrad.adapters.grading import reason_kind
+from spangrad.adapters.grading import TOOLS_UNKNOWN, reason_kind
 from spangrad.adapters.model_call import Grade, ModelCall
 from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import Refused, untrained_because
@@ -45,6 +46,18 @@ def rendered(
     return found
 
 
+def with_unknown_tools(calls: Sequence[ModelCall]) -> list[ModelCall]:
+    """The calls of a rollout; a recorder that left tools out of one is taken to have left them out of all."""
+    left_out = {call.dialect for call in calls if _lacks_tools(call)}
+    why = f"{TOOLS_UNKNOWN}: other calls of its rollout used some"
+    return [
+        replace(call, grade_reasons=(*call.grade_reasons, why))
+        if call.dialect in left_out and call.grade is Grade.TEXT and not call.tools and not _lacks_tools(call)
+        else call
+        for call in calls
+    ]
+
+
 def count_rewritten(tree: CallTree) -> int:
     """Text-grade calls whose messages begin with an earlier one's and its reply, and whose tokens do not."""
     replies: dict[bytes, set[int]] = {}
@@ -69,6 +82,10 @@ def models_of_row(row: Transition, calls: Mapping[str, ModelCall]) -> list[str]:
 def row_models(rows: Iterable[Transition], calls: Mapping[str, ModelCall]) -> Counter[str]:
     """`models_of_row` -> rows. Several: ids are mixed, which is right only in one vocabulary."""
     return Counter(model for row in rows for model in models_of_row(row, calls))
+
+
+def _lacks_tools(call: ModelCall) -> bool:
+    return any(reason_kind(reason) == TOOLS_UNKNOWN for reason in call.grade_reasons)
 
 
 def _above(tree: CallTree, node: CallNode) -> list[int]:

@@ -5,7 +5,14 @@ from collections import Counter
 
 from spangrad.adapters.call_tree import build_tree
 from spangrad.adapters.model_call import Choice, Grade, ModelCall
-from spangrad.credit.rendered import RENDERED, count_rewritten, models_of_row, rendered, row_models
+from spangrad.credit.rendered import (
+    RENDERED,
+    count_rewritten,
+    models_of_row,
+    rendered,
+    row_models,
+    with_unknown_tools,
+)
 from spangrad.credit.transitions import Refused, transitions
 from spangrad.errors import GradeError
 from tests.adapters.building import call
@@ -32,6 +39,19 @@ def test_the_engines_own_forks_are_nobodys_rewriting():
     first, second = text_call("a", [1], [2], ASKED), text_call("b", [9], [4], ASKED, TOLD, ASKED)
     exact = [dataclasses.replace(one, grade=Grade.EXACT) for one in (first, second)]
     assert count_rewritten(build_tree(exact)) == 0
+
+
+def test_a_recorder_that_left_tools_out_of_one_call_left_them_out_of_its_rollout():
+    unknown = "tool definitions were not recorded"
+    used, plain = text_call("a", [1], [2], ASKED), text_call("b", [3], [4], ASKED)
+    used = dataclasses.replace(used, grade_reasons=("no token ids", f"{unknown}: tools were used"))
+    other = dataclasses.replace(plain, dialect="langfuse")
+    defined = dataclasses.replace(plain, tools=[{"type": "function", "function": {"name": "f"}}])
+    exact = dataclasses.replace(plain, grade=Grade.EXACT)
+    assert with_unknown_tools([plain, other]) == [plain, other]
+    told, *same = with_unknown_tools([plain, used, other, defined, exact])
+    assert same == [used, other, defined, exact]
+    assert told.grade_reasons == (f"{unknown}: other calls of its rollout used some",)
 
 
 def test_refusals_are_counted_by_kind_and_alterations_by_call():
