@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from spangrad.store.faults import Faults
 from spangrad.store.records import (
     LogRecord,
     Policy,
@@ -24,12 +25,18 @@ class Store(Protocol):
     twice is stored once. Methods raise `StoreError` or one of its subclasses.
     """
 
-    def put_otlp(self, request: bytes) -> int:
-        """Store an OTLP `ExportTraceServiceRequest` (protobuf). Returns how many spans were new."""
+    def put_otlp(self, request: bytes, faults: Faults | None = None) -> int:
+        """Store an OTLP `ExportTraceServiceRequest` (protobuf). Returns how many spans were new.
+
+        What was not stored, or not as it came, is counted in `faults`.
+        """
         ...
 
-    def put_logs(self, request: bytes) -> int:
-        """Store an OTLP `ExportLogsServiceRequest` (protobuf). Returns how many records were new."""
+    def put_logs(self, request: bytes, faults: Faults | None = None) -> int:
+        """Store an OTLP `ExportLogsServiceRequest` (protobuf). Returns how many records were new.
+
+        What was not stored, or not as it came, is counted in `faults`.
+        """
         ...
 
     def enqueue(self, rollouts: Sequence[Rollout]) -> int:

@@ -16,6 +16,7 @@ import httpx
 
 from spangrad.errors import HubUnreachableError, SpangradError, StoreError
 from spangrad.store.encoding import decode_json, encode_json
+from spangrad.store.faults import FAULTS_HEADER, Faults, faults_from_text
 from spangrad.store.records import (
     LogRecord,
     Policy,
@@ -67,13 +68,19 @@ class HubClient:
             trust_env=False,
         )
 
-    def put_otlp(self, request: bytes) -> int:
-        """Store an OTLP `ExportTraceServiceRequest` (protobuf). Returns how many spans were new."""
-        return self._put("/v1/traces", request, "x-spangrad-new-spans")
+    def put_otlp(self, request: bytes, faults: Faults | None = None) -> int:
+        """Store an OTLP `ExportTraceServiceRequest` (protobuf). Returns how many spans were new.
 
-    def put_logs(self, request: bytes) -> int:
-        """Store an OTLP `ExportLogsServiceRequest` (protobuf). Returns how many records were new."""
-        return self._put("/v1/logs", request, "x-spangrad-new-logs")
+        What was not stored, or not as it came, is counted in `faults`.
+        """
+        return self._put("/v1/traces", request, "x-spangrad-new-spans", faults)
+
+    def put_logs(self, request: bytes, faults: Faults | None = None) -> int:
+        """Store an OTLP `ExportLogsServiceRequest` (protobuf). Returns how many records were new.
+
+        What was not stored, or not as it came, is counted in `faults`.
+        """
+        return self._put("/v1/logs", request, "x-spangrad-new-logs", faults)
 
     def enqueue(self, rollouts: Sequence[Rollout]) -> int:
         """Add rollouts to the queue; those whose id is known are left alone. Returns how many were new."""
@@ -336,11 +343,13 @@ class HubClient:
         """Close it."""
         self.close()
 
-    def _put(self, path: str, request: bytes, header: str) -> int:
+    def _put(self, path: str, request: bytes, header: str, faults: Faults | None) -> int:
         response = self._send(path, request, headers={"content-type": "application/x-protobuf"})
         count = response.headers.get(header, "")
         if not count.isdecimal():
             raise _no_hub(self.url, response.text)
+        if faults is not None and (told := response.headers.get(FAULTS_HEADER)):
+            faults.merge(faults_from_text(told))
         return int(count)
 
     def _stream(

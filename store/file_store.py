@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from spangrad.errors import StoreError
-from spangrad.store.otlp import decode_logs, decode_request, encode_request
+from spangrad.store.faults import Faults, Outcome
+from spangrad.store.otlp import decode_request, encode_request, records_of, spans_of
 from spangrad.store.records import (
     LogRecord,
     Policy,
@@ -27,6 +28,7 @@ from spangrad.store.records import (
     Update,
     event_name,
 )
+from spangrad.store.requests import logs_request, trace_request
 from spangrad.store.schema import TABLES
 from spangrad.store.tables import ledger, queue, sessions, unread
 from spangrad.store.tables.database import OUTAGES, Database, store_error
@@ -35,12 +37,15 @@ from spangrad.store.tables.logs import insert_logs, read_logs
 from spangrad.store.tables.query import ARROW_TIMEOUT_S, ROW_LIMIT, TIMEOUT_S, run_arrow_query, run_query
 from spangrad.store.tables.rewards import put_rewards, select_rewards
 from spangrad.store.tables.span_rewards import reward_by_events
-from spangrad.store.tables.spans import SpanWriter, read_spans
+from spangrad.store.tables.spans import SpanWriter, differing, read_spans
 from spangrad.tracer.conventions import REWARD_EVENT
 from spangrad.tracer.journal import recover
 from spangrad.tracer.spool import Spool
 
 logger = logging.getLogger(__name__)
+
+UNSTORABLE = "spans that the store can not hold"
+OTHER_CONTENT = "the id of an earlier span, with other content"
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
@@ -85,12 +90,29 @@ class FileStore:
 
     # spans
 
-    def put_otlp(self, request: bytes) -> int:
-        """Store an OTLP `ExportTraceServiceRequest` (protobuf). Returns how many spans were new."""
-        spans, rejected = decode_request(request)
-        if rejected:
-            logger.warning("%d spans without a valid trace id and span id were left out", rejected)
-        return self.put_batches([spans])[0]
+    def put_otlp(self, request: bytes, faults: Faults | None = None) -> int:
+        """Store an OTLP `ExportTraceServiceRequest` (protobuf). Returns how many spans were new.
+
+        What was not stored, or not as it came, is counted in `faults`, or said in a warning.
+        """
+        message, found = trace_request(request)
+        spans = spans_of(message)
+        new, put_aside = self.take_in(spans)
+        if put_aside:
+            found.add(UNSTORABLE, Outcome.LEFT_OUT, f"they are in {self._rejected.name!r}", put_aside)
+        if new + put_aside < len(spans):
+            found.merge(self.conflicts(spans))
+        _tell(found, faults)
+        return new
+
+    def conflicts(self, spans: Sequence[Span]) -> Faults:
+        """Which of these spans, given before, have the id of an earlier one and other content."""
+        faults = Faults()
+        for span in differing(self._database, spans):
+            faults.add(
+                OTHER_CONTENT, Outcome.LEFT_OUT, f"span {span.span_id} {span.name!r} of trace {span.trace_id}"
+            )
+        return faults
 
     def put_batches(self, batches: Sequence[Sequence[Span]]) -> list[int]:
         """Store several batches in one transaction. Returns how many spans of each were new."""
@@ -117,6 +139,11 @@ class FileStore:
             return first[0] + second[0], first[1] + second[1]
 
     @property
+    def _rejected(self) -> Path:
+        """Where spans go that can not be stored."""
+        return self.path.with_name(self.path.name + ".rejected")
+
+    @property
     def is_invalidated(self) -> bool:
         """Whether DuckDB met a fatal error: nothing works until the store is opened anew."""
         return self._database.is_invalidated
@@ -127,9 +154,20 @@ class FileStore:
         """Spans of these rollouts or traces (all without), ordered by (trace, start time)."""
         return read_spans(self._database, rollout_ids, trace_ids)
 
-    def put_logs(self, request: bytes, *, author: RewardAuthor = RewardAuthor.OPERATOR) -> int:
-        """Store an OTLP `ExportLogsServiceRequest` (protobuf). Returns how many records were new."""
-        records = decode_logs(request)
+    def put_logs(
+        self,
+        request: bytes,
+        faults: Faults | None = None,
+        *,
+        author: RewardAuthor = RewardAuthor.OPERATOR,
+    ) -> int:
+        """Store an OTLP `ExportLogsServiceRequest` (protobuf). Returns how many records were new.
+
+        What was not stored, or not as it came, is counted in `faults`, or said in a warning.
+        """
+        message, found = logs_request(request)
+        _tell(found, faults)
+        records = records_of(message)
         with self._database.transaction() as con:
             new = insert_logs(con, records, author, self._database.partitions)
             judging = [log_id for log_id, record in new.items() if event_name(record) == REWARD_EVENT]
@@ -172,7 +210,7 @@ class FileStore:
             self._put_aside(record, f"a spooled record of {len(record)} bytes", error)
 
     def _put_aside(self, record: bytes, what: str, error: Exception) -> None:
-        rejected = rejected_file(self.path)
+        rejected = self._rejected
         try:
             with self._aside_lock, rejected.open("ab") as file:
                 file.write(record)
@@ -449,6 +487,13 @@ class FileStore:
     ) -> None:
         """Close it."""
         self.close()
+
+
+def _tell(found: Faults, faults: Faults | None) -> None:
+    if faults is not None:
+        faults.merge(found)
+    elif found:
+        logger.warning("of what came not all was kept as it was: %s", found.told())
 
 
 def spool_folder(path: str | os.PathLike[str]) -> Path:

@@ -29,6 +29,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
+from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from starlette.applications import Starlette
@@ -41,13 +42,15 @@ from spangrad.errors import LeaseLostError, PermissionDeniedError, SpangradError
 from spangrad.store.arrow import ARROW_TYPE, ipc_from_answer
 from spangrad.store.checking import check_arguments
 from spangrad.store.encoding import decode_json, encode_json
-from spangrad.store.file_store import FileStore
+from spangrad.store.faults import FAULTS_HEADER, Faults, Outcome, faults_to_text
+from spangrad.store.file_store import UNSTORABLE, FileStore
 from spangrad.store.keys import Keys, Role
 from spangrad.store.migrations import SCHEMA_VERSION
 from spangrad.store.operations import AUTHORS, OPERATIONS, run_operation
-from spangrad.store.otlp import decode_request, json_logs_to_protobuf, json_to_protobuf
+from spangrad.store.otlp import json_logs_to_protobuf, spans_of
 from spangrad.store.records import Span
 from spangrad.store.streaming import stream
+from spangrad.store.requests import trace_request
 from spangrad.store.tables.database import OUTAGES
 from spangrad.store.tables.query import ARROW_TIMEOUT_S
 from spangrad.store.wire import LOGS_TYPE, SPANS_TYPE, logs_to_frames, spans_to_frames
@@ -63,7 +66,8 @@ NEW_LOGS_HEADER: Final = "x-spangrad-new-logs"
 
 _WINDOWS: Final = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS, "zlib": zlib.MAX_WBITS}
 """Encodings of bodies and the form of zlib that each is in."""
-_FORGED: Final = "{} spans of a gateway came with the agent key; it needs the evaluator key"
+FORGED: Final = "spans of a gateway came with the agent key"
+_NEEDED: Final = "it needs the evaluator key"
 
 Handler = Callable[[Request], Awaitable[Response]]
 Beside = Callable[[FileStore, threading.Event], None]
@@ -192,13 +196,14 @@ class _Hub:
     async def traces(self, request: Request) -> Response:
         body = await _body(request)
         is_json = _is_json(request)
-        spans, unreadable = await run_in_threadpool(_decode, body, is_json)
-        forged = 0
+        spans, faults = await run_in_threadpool(_decode, body, is_json)
         if request.state.role is Role.AGENT:
             sent, spans = spans, [span for span in spans if span.scope != SCOPE_GATEWAY]
             forged = len(sent) - len(spans)
             if forged and not spans:  # 403: the sender keeps them, and may have the right key the next time
-                raise PermissionDeniedError(_FORGED.format(forged))
+                raise PermissionDeniedError(f"{forged} {FORGED}; {_NEEDED}")
+            if forged:
+                faults.add(FORGED, Outcome.LEFT_OUT, _NEEDED, forged)
         stored = self._writer.submit(spans, len(body))
         if stored is None:
             raise _Refused(503, "too many spans wait to be written; send them again later")
@@ -206,35 +211,26 @@ class _Hub:
         if spans and self._outages:
             self._outages.clear()
             logger.info("spans are stored again")
-        reply = ExportTraceServiceResponse()
-        why = ["spans need a trace id of 16 bytes and a span id of 8"] if unreadable else []
-        if forged:
-            why.append(_FORGED.format(forged))
         if put_aside:
-            why.append(f"{put_aside} spans could not be stored; the hub's log says why")
-        rejected = unreadable + forged + put_aside
-        if rejected:
-            reply.partial_success.rejected_spans = rejected
-            reply.partial_success.error_message = "; ".join(why)
+            faults.add(UNSTORABLE, Outcome.LEFT_OUT, "the log of the hub says why", put_aside)
+        if new + put_aside < len(spans):  # some were there before: they may have said something else
+            faults.merge(await run_in_threadpool(self._store.conflicts, spans))
         headers = {NEW_SPANS_HEADER: str(new)}
-        if is_json:
-            partial = {"rejectedSpans": str(rejected), "errorMessage": reply.partial_success.error_message}
-            return JSONResponse({"partialSuccess": partial} if rejected else {}, headers=headers)
-        return Response(reply.SerializeToString(), media_type="application/x-protobuf", headers=headers)
+        return _taken(ExportTraceServiceResponse(), "rejected_spans", faults, headers, is_json)
 
     async def logs(self, request: Request) -> Response:
         body = await _body(request)
         is_json = _is_json(request)
         author = AUTHORS[request.state.role]
 
+        faults = Faults()
+
         def put() -> int:
-            return self._store.put_logs(json_logs_to_protobuf(body) if is_json else body, author=author)
+            sent = json_logs_to_protobuf(body, faults) if is_json else body
+            return self._store.put_logs(sent, faults, author=author)
 
         headers = {NEW_LOGS_HEADER: str(await run_in_threadpool(put))}
-        if is_json:
-            return JSONResponse({}, headers=headers)
-        reply = ExportLogsServiceResponse().SerializeToString()
-        return Response(reply, media_type="application/x-protobuf", headers=headers)
+        return _taken(ExportLogsServiceResponse(), "rejected_log_records", faults, headers, is_json)
 
     async def stored_spans(self, request: Request) -> Response:
         arguments = await _arguments(request)
@@ -304,8 +300,20 @@ class _Hub:
         return role
 
 
-def _decode(body: bytes, is_json: bool) -> tuple[list[Span], int]:
-    return decode_request(json_to_protobuf(body) if is_json else body)
+def _decode(body: bytes, is_json: bool) -> tuple[list[Span], Faults]:
+    request, faults = trace_request(body, is_json=is_json)
+    return spans_of(request), faults
+
+
+def _taken(reply: Any, rejected: str, faults: Faults, headers: dict[str, str], is_json: bool) -> Response:
+    """The answer to what was stored: what of it was left out is in `partial_success`."""
+    if faults:
+        setattr(reply.partial_success, rejected, faults.count(Outcome.LEFT_OUT))
+        reply.partial_success.error_message = faults.told()
+        headers = {**headers, FAULTS_HEADER: faults_to_text(faults)}
+    if is_json:
+        return JSONResponse(MessageToDict(reply), headers=headers)
+    return Response(reply.SerializeToString(), media_type="application/x-protobuf", headers=headers)
 
 
 def _is_json(request: Request) -> bool:

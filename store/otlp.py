@@ -1,18 +1,13 @@
 """Spans and log records <-> OTLP, both ways.
 
-Knows the protobuf messages of `opentelemetry-proto` and the JSON form of OTLP. Knows no
-tables. Invariant: `decode_request(encode_request(spans))` gives the spans back, but for
+Knows the protobuf messages of `opentelemetry-proto`; how bytes become such messages is `requests/`.
+Knows no tables. Invariant: `decode_request(encode_request(spans))` gives the spans back, but for
 what OTLP has no field for (`rollout_id` and `attempt` of spans that inherited them).
 """
 
-import base64
-import binascii
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from google.protobuf import json_format  # type: ignore[import-untyped]
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
@@ -22,21 +17,24 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Status
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanProto
 
 from spangrad.errors import StoreError
+from spangrad.store.faults import Faults, Outcome
 from spangrad.store.records import LogRecord, Span, SpanEvent
+from spangrad.store.requests import logs_request, trace_request
 from spangrad.tracer import conventions
 
 
 def decode_request(request: bytes) -> tuple[list[Span], int]:
-    """Spans of an `ExportTraceServiceRequest`, and how many had no valid id and were left out.
+    """Spans of an `ExportTraceServiceRequest`, and how many could not be read and were left out.
 
     Raises StoreError if the bytes are no such message.
     """
-    try:
-        message = ExportTraceServiceRequest.FromString(request)
-    except DecodeError as error:
-        raise StoreError(f"{len(request)} bytes are no OTLP ExportTraceServiceRequest: {error}") from error
+    message, faults = trace_request(request)
+    return spans_of(message), faults.count(Outcome.LEFT_OUT)
+
+
+def spans_of(message: ExportTraceServiceRequest) -> list[Span]:
+    """Spans of a request whose ids have been checked."""
     spans: list[Span] = []
-    rejected = 0
     for resource_spans in message.resource_spans:
         resource = _from_pairs(resource_spans.resource.attributes)
         for scope_spans in resource_spans.scope_spans:
@@ -48,12 +46,8 @@ def decode_request(request: bytes) -> tuple[list[Span], int]:
                 "scope_attributes": _from_pairs(scope_spans.scope.attributes),
                 "schema_url": scope_spans.schema_url,
             }
-            for proto in scope_spans.spans:
-                if _is_id(proto.trace_id, 16) and _is_id(proto.span_id, 8):
-                    spans.append(_from_proto(proto, common))
-                else:
-                    rejected += 1
-    return spans, rejected
+            spans.extend(_from_proto(proto, common) for proto in scope_spans.spans)
+    return spans
 
 
 def encode_request(spans: Iterable[Span]) -> bytes:
@@ -87,10 +81,12 @@ def decode_logs(request: bytes) -> list[LogRecord]:
 
     Raises StoreError if the bytes are no such message.
     """
-    try:
-        message = ExportLogsServiceRequest.FromString(request)
-    except DecodeError as error:
-        raise StoreError(f"{len(request)} bytes are no OTLP ExportLogsServiceRequest: {error}") from error
+    message, _ = logs_request(request)
+    return records_of(message)
+
+
+def records_of(message: ExportLogsServiceRequest) -> list[LogRecord]:
+    """Log records of a request whose ids have been checked."""
     records: list[LogRecord] = []
     for resource_logs in message.resource_logs:
         resource = _from_pairs(resource_logs.resource.attributes)
@@ -135,51 +131,15 @@ def encode_logs(records: Iterable[LogRecord]) -> bytes:
 
 def json_to_protobuf(request: bytes) -> bytes:
     """Protobuf bytes of a trace request in OTLP's JSON form (hex ids, enums as numbers)."""
-    return _json_to_protobuf(request, ExportTraceServiceRequest(), _TRACE_LEVELS)
+    return bytes(trace_request(request, is_json=True)[0].SerializeToString())
 
 
-def json_logs_to_protobuf(request: bytes) -> bytes:
-    """Protobuf bytes of a logs request in OTLP's JSON form (hex ids, enums as numbers)."""
-    return _json_to_protobuf(request, ExportLogsServiceRequest(), _LOG_LEVELS)
-
-
-_TRACE_LEVELS = (("resourceSpans", "resource_spans"), ("scopeSpans", "scope_spans"), ("spans",))
-_LOG_LEVELS = (("resourceLogs", "resource_logs"), ("scopeLogs", "scope_logs"), ("logRecords", "log_records"))
-
-
-def _json_to_protobuf(request: bytes, message: Any, levels: Sequence[Sequence[str]]) -> bytes:
-    try:
-        data = json.loads(request)
-        things = [data]
-        for names in levels:
-            things = [thing for outer in things for thing in _items(outer, *names)]
-        for thing in things:
-            _ids_to_base64(thing)
-            for link in _items(thing, "links"):
-                _ids_to_base64(link)
-        json_format.ParseDict(data, message, ignore_unknown_fields=True)
-    except (ValueError, TypeError, AttributeError, RecursionError, json_format.ParseError) as error:
-        raise StoreError(f"{len(request)} bytes are no OTLP request in JSON: {error}") from error
+def json_logs_to_protobuf(request: bytes, faults: Faults | None = None) -> bytes:
+    """Protobuf bytes of a logs request in OTLP's JSON form; what was left out or mended is in `faults`."""
+    message, found = logs_request(request, is_json=True)
+    if faults is not None:
+        faults.merge(found)
     return bytes(message.SerializeToString())
-
-
-def _items(data: Any, *names: str) -> Sequence[dict[str, Any]]:
-    if not isinstance(data, dict):
-        raise TypeError(f"an object was expected, got {data!r:.40}")
-    for name in names:
-        if name in data:
-            return data[name] or []
-    return []
-
-
-def _ids_to_base64(data: dict[str, Any]) -> None:
-    for name in ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id"):
-        if data.get(name):
-            data[name] = base64.b64encode(binascii.unhexlify(data[name])).decode("ascii")
-
-
-def _is_id(value: bytes, length: int) -> bool:
-    return len(value) == length and any(value)
 
 
 def _from_proto(proto: SpanProto, common: Mapping[str, Any]) -> Span:
@@ -216,8 +176,8 @@ def _from_proto(proto: SpanProto, common: Mapping[str, Any]) -> Span:
 
 def _log_from_proto(proto: LogProto, common: Mapping[str, Any]) -> LogRecord:
     return LogRecord(
-        trace_id=proto.trace_id.hex() if _is_id(proto.trace_id, 16) else None,
-        span_id=proto.span_id.hex() if _is_id(proto.span_id, 8) else None,
+        trace_id=proto.trace_id.hex() or None,
+        span_id=proto.span_id.hex() or None,
         time_ns=proto.time_unix_nano,
         observed_ns=proto.observed_time_unix_nano,
         event_name=proto.event_name,

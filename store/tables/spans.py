@@ -6,11 +6,13 @@ ignored; reading gives back what came, plus the derived `rollout_id` and `attemp
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import duckdb
 
 from spangrad.store.encoding import encode_json
+from spangrad.store.otlp import encode_request
 from spangrad.store.records import Span
 from spangrad.store.schema import MESSAGES, SPANS
 from spangrad.store.tables.compact import Compactor
@@ -173,6 +175,30 @@ def read_spans(
             expander = Expander(rows, _fetch_bases(look_up), _fetch_messages(database, look_up, parts))
             for row in rows:
                 yield span_from_row(row, expander.attributes(row))
+
+
+def differing(database: Database, spans: Sequence[Span]) -> Iterator[Span]:
+    """Those of these spans whose ids a stored span has that says something else."""
+    with database.snapshot() as con:
+        ids = [
+            list(values) for values in zip(*{(span.trace_id, span.span_id) for span in spans}, strict=True)
+        ]
+        parts = database.partitions.holding(con, trace_ids=[span.trace_id for span in spans])
+        database.partitions.unite(con, parts, tables=(SPANS,))
+        sql = f"{_SPANS} WHERE s.trace_id IN (SELECT unnest(?)) AND s.span_id IN (SELECT unnest(?))"
+        rows: Sequence[Row] = select_dicts(con, sql, ids) if ids else ()
+        expander = Expander(rows, _fetch_bases(con), _fetch_messages(database, con, parts))
+        stored = {row_key(row): span_from_row(row, expander.attributes(row)) for row in rows}
+        for span in spans:
+            known = stored.get(f"{span.trace_id}-{span.span_id}")
+            if known is not None and not _say_the_same(known, span):
+                yield span
+
+
+def _say_the_same(one: Span, other: Span) -> bool:
+    """Whether OTLP would tell both alike: rollout and attempt are derived, and NaN is unequal to itself."""
+    bare = [replace(span, rollout_id=None, attempt=None) for span in (one, other)]
+    return bare[0] == bare[1] or encode_request(bare[:1]) == encode_request(bare[1:])
 
 
 def _fetch_bases(con: duckdb.DuckDBPyConnection) -> Callable[[Sequence[str]], list[Row]]:

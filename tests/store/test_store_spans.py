@@ -380,7 +380,6 @@ def test_otlp_json_reads_hex_ids_numbers_as_text_and_bytes() -> None:
         b"[]",
         b"nonsense",
         b'{"resourceSpans": 3}',
-        b'{"resourceSpans":[{"scopeSpans":[{"spans":[3]}]}]}',
     ):
         with pytest.raises(StoreError, match="JSON"):
             json_to_protobuf(bad)
