@@ -24,8 +24,10 @@ from spangrad.adapters.dialects import NO_DIALECT, recognise
 from spangrad.adapters.grading import reason_kind
 from spangrad.adapters.model_call import ModelCall, Purpose
 from spangrad.adapters.sessions import Rule, join_sessions
+from spangrad.adapters.trace_faults import count_faults
 from spangrad.errors import SpangradError
 from spangrad.store.base import Store
+from spangrad.store.faults import Faults, Outcome
 from spangrad.store.records import LogRecord, Span, UnreadTrace
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+UNREADABLE: Final = "traces on which a reader failed; the log says how"
 QUIET_S: Final = 3.0
 """A trace is read when nothing came of it for so long: its spans are likely to be complete."""
 TRACES_AT_ONCE: Final = 200
@@ -63,6 +66,8 @@ class Accounts:
     by_grade: Counter[str] = field(default_factory=Counter)
     by_reason: Counter[str] = field(default_factory=Counter)
     joined_by: Counter[Rule] = field(default_factory=Counter)
+    faults: Faults = field(default_factory=Faults)
+    """What is odd in them: times, parents, sizes, calls in an unknown dialect."""
 
 
 def account_unread(store: Store) -> Accounts:
@@ -144,6 +149,7 @@ class _Reader:
                 return
             logger.exception("trace %s can't be read; its spans are stored", trace_ids[0])
             self.told.unreadable += 1
+            self.told.faults.add(UNREADABLE, Outcome.KEPT, f"trace {trace_ids[0]}")
             self._store.mark_read({one.trace_id: one.changed_ns for one in unread})
 
     def _read(self, trace_ids: Sequence[str], unread: Sequence[UnreadTrace]) -> None:
@@ -177,9 +183,11 @@ class _Reader:
         told.unclaimed_logs += sum(
             log.trace_id in wanted and (log.trace_id, log.span_id) not in known for log in records
         )
-        strays = sum(span.trace_id in wanted and recognise(span) == NO_DIALECT for span in spans)
+        own_spans = [span for span in spans if span.trace_id in wanted]
+        strays = [span for span in own_spans if recognise(span) == NO_DIALECT]
         if strays:
-            told.by_dialect[NO_DIALECT] += strays
+            told.by_dialect[NO_DIALECT] += len(strays)
+        count_faults(own_spans, strays, told.faults)
         sampled = [call for call in own if call.purpose is not Purpose.EMBEDDING]
         told.embeddings += len(own) - len(sampled)
         told.calls += len(sampled)

@@ -5,7 +5,7 @@ of every trace that was touched are read back and graded (`accounts.py`), becaus
 spans of a call and their log records may be spread over lines and files.
 
 Invariants:
-* a broken line is counted with its number and never stops the rest;
+* a broken line, message or span is counted by kind, with an example, and never stops the rest;
 * nothing is left out in silence: calls in an unknown dialect, log records without a
   span, rows in an unknown format, scores that are no rewards, messages of other signals
   and unusable calls are counted;
@@ -13,7 +13,7 @@ Invariants:
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -24,12 +24,18 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from spangrad.adapters.accounts import Accounts, account_traces
 from spangrad.adapters.exports.rewards import NO_NUMBER, put_scores
 from spangrad.adapters.exports.rows import Broken, Row, rows
+from spangrad.adapters.file_kinds import EMPTY, Framing, framing
 from spangrad.adapters.intake import Intake
-from spangrad.adapters.otlp_files import Skipped, is_otlp, messages
+from spangrad.adapters.otlp_files import Message, Skipped, messages
 from spangrad.adapters.row_intake import RowIntake
+from spangrad.errors import DialectError
 from spangrad.store.base import Store
+from spangrad.store.faults import Fault, Faults, Outcome
 
 _TOLD_BY_RECORDS: Final = "SELECT count(*) AS n FROM rewards WHERE reward_id IN (SELECT log_id FROM logs)"
+BROKEN_LISTED: Final = 1000
+REPEATED: Final = "duplicate ids with the same content, stored once"
+NOT_TRACES: Final = "not traces"
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all)."""
@@ -81,7 +87,13 @@ class IngestReport:
     """Scores that gave no reward, by reason."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Messages of other signals: `metrics`, `profiles`."""
+    faults: Mapping[str, Fault] = field(default_factory=dict)
+    """What is wrong by kind: how many, what became of them (left out, mended, kept), and the first one.
+
+    Of times, parents and sizes: in all that the store has of the traces that were touched.
+    """
     broken: Sequence[Broken] = ()
+    """The first thousand lines, messages and files that could not be read; `faults` counts all."""
     broken_files: int = 0
     """Files of which nothing could be read: all is broken, or in a format that nobody here knows."""
 
@@ -94,54 +106,107 @@ def ingest(paths: Sequence[str | Path], store: Store, progress: Progress | None 
     """Put what files tell of calls into a store: OTLP, and other systems' exports; of a folder, all below it.
 
     Raises:
-        DialectError: A file can't be opened.
+        DialectError: A file that was named can't be opened.
         StoreError: The store refused; what was put before is stored.
     """
     files = [file for path in map(Path, paths) for file in (_files_below(path) if path.is_dir() else [path])]
-    report = IngestReport(files=len(files))
-    broken: list[Broken] = []
-    skipped: Counter[str] = Counter()
-    intake = Intake(store)
-    row_intake = RowIntake(intake)
+    named = frozenset(map(Path, paths))
     total = sum(file.stat().st_size for file in files if file.is_file())
-    before = unknown = 0
-    told = _told_by_records(store)
+    run = _Run(store)
+    before = 0
     for path in files:
-        position, good, bad = 0, False, 0
-        for read, position in messages(path) if is_otlp(path) else rows(path):
-            report.rows += isinstance(read, Row)
-            message = row_intake.add(path, read) if isinstance(read, Row) else read
-            is_bad = isinstance(message, Broken) or row_intake.unknown_rows > unknown
-            unknown, good, bad = row_intake.unknown_rows, good or not is_bad, bad + is_bad
-            if isinstance(message, Broken):
-                broken.append(message)
-            elif isinstance(message, Skipped):
-                skipped[message.signal] += 1
-            elif isinstance(message, ExportLogsServiceRequest):
-                report.messages += 1
-                intake.add_logs(message)
-            elif isinstance(message, ExportTraceServiceRequest):
-                report.messages += 1
-                intake.add_spans(message)
+        position = 0
+        for position in run.read(path, is_named=path in named):
             if progress is not None:
                 progress(before + position, total)
-        report.broken_files += bad > 0 and not good
         before += position
-    intake.flush()
-    report.spans, report.new_spans = intake.spans, intake.new_spans
-    report.logs, report.new_logs, report.unclaimed_logs = intake.logs, intake.new_logs, intake.lone_logs
-    report.traces, report.by_scope = intake.traces.with_spans(), dict(intake.by_scope)
-    report.broken, report.skipped = tuple(broken), dict(skipped)
-    report.by_format, report.unknown_rows = dict(row_intake.by_format), row_intake.unknown_rows
-    report.unknown_row = row_intake.unknown_row
-    _tell(report, account_traces(store, intake.traces))
-    intake.traces.close()
-    scored = put_scores(store, row_intake.scores)
-    report.scores = len(row_intake.scores) + intake.evaluations
-    report.new_rewards = scored.new_rewards + _told_by_records(store) - told
-    left_out = scored.left_out + Counter({NO_NUMBER: intake.unnumbered})
-    report.scores_left_out = dict(left_out)
+    report = run.finish()
+    report.files = len(files)
     return report
+
+
+class _Run:
+    """What has been read so far."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._told_before = _told_by_records(store)
+        self._report = IngestReport()
+        self._intake = Intake(store)
+        self._rows = RowIntake(self._intake)
+        self._faults = self._intake.faults
+        self._broken: list[Broken] = []
+        self._skipped: Counter[str] = Counter()
+
+    def read(self, path: Path, *, is_named: bool) -> Iterator[int]:
+        """Take in a file. Gives the position after each message."""
+        before, is_usable = self._left_out(), False
+        for message, position in _content(path, self._faults, is_named=is_named):
+            is_usable |= self._take(path, message)
+            yield position
+        self._report.broken_files += self._left_out() > before and not is_usable
+
+    def finish(self) -> IngestReport:
+        """Store what waits, read the calls of all traces that were touched, and say what there was."""
+        intake, rows, report = self._intake, self._rows, self._report
+        intake.flush()
+        report.spans, report.new_spans = intake.spans, intake.new_spans
+        report.logs, report.new_logs, report.unclaimed_logs = intake.logs, intake.new_logs, intake.lone_logs
+        report.traces, report.by_scope = intake.traces.with_spans(), dict(intake.by_scope)
+        report.broken, report.skipped = tuple(self._broken), dict(self._skipped)
+        report.by_format, report.unknown_rows = dict(rows.by_format), rows.unknown_rows
+        report.unknown_row = rows.unknown_row
+        if repeated := intake.spans - intake.new_spans - intake.refused_spans:
+            self._faults.add(REPEATED, Outcome.KEPT, count=repeated)
+        told = account_traces(self._store, intake.traces)
+        intake.traces.close()
+        _tell(report, told)
+        self._faults.merge(told.faults)
+        report.faults = self._faults
+        scored = put_scores(self._store, rows.scores)
+        report.scores = len(rows.scores) + intake.evaluations
+        report.new_rewards = scored.new_rewards + _told_by_records(self._store) - self._told_before
+        report.scores_left_out = dict(scored.left_out + Counter({NO_NUMBER: intake.unnumbered}))
+        return report
+
+    def _left_out(self) -> int:
+        return self._faults.count(Outcome.LEFT_OUT) + self._rows.unknown_rows
+
+    def _take(self, path: Path, read: Message) -> bool:
+        """Take in a message. Returns whether anything of it is usable."""
+        unknown = self._rows.unknown_rows
+        self._report.rows += isinstance(read, Row)
+        message = self._rows.add(path, read) if isinstance(read, Row) else read
+        if isinstance(message, Broken):
+            example = f"{message.path}:{message.line}: {message.detail}"
+            self._faults.add(message.kind, Outcome.LEFT_OUT, example)
+            if len(self._broken) < BROKEN_LISTED:
+                self._broken.append(message)
+            return False
+        if isinstance(message, Skipped):
+            self._skipped[message.signal] += 1
+        elif isinstance(message, ExportLogsServiceRequest):
+            self._report.messages += 1
+            self._intake.add_logs(message)
+            return bool(message.resource_logs)
+        elif isinstance(message, ExportTraceServiceRequest):
+            self._report.messages += 1
+            self._intake.add_spans(message)
+            return bool(message.resource_spans)
+        return self._rows.unknown_rows == unknown
+
+
+def _content(path: Path, faults: Faults, *, is_named: bool) -> Iterable[tuple[Message, int]]:
+    try:
+        kind, looks = framing(path)
+    except DialectError as error:
+        if is_named:
+            raise
+        return [(Broken(str(path), 1, f"not opened: {error}"), 0)]
+    if kind is Framing.UNREAD:
+        like = looks if looks.startswith(EMPTY) else f"it looks like {looks}"
+        return [(Broken(str(path), 1, f"{NOT_TRACES}: {like}"), path.stat().st_size)]
+    return messages(path, faults) if kind is Framing.OTLP else rows(path)
 
 
 def _files_below(folder: Path) -> list[Path]:

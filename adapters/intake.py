@@ -16,14 +16,18 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 from spangrad.adapters.trace_ids import TraceIds
 from spangrad.errors import StoreError
 from spangrad.store.base import Store
+from spangrad.store.faults import Faults, Outcome
 from spangrad.store.otlp import encode_request
 from spangrad.store.records import Span, SpanEvent
+from spangrad.store.requests import BAD_IDS, BIG_NUMBERS, OTHER_TYPES, SURROGATES
 from spangrad.tracer.conventions import REWARD_EVENT, REWARD_VALUE, storable
 
 BATCH_SPANS: Final = 1000
 BATCH_BYTES: Final = 4 * 2**20
 TRACE_ID_DIGITS: Final = 32
 SPAN_ID_DIGITS: Final = 16
+UNFIT: Final = (ValueError, TypeError, AttributeError, ArithmeticError, StoreError)
+"""What encoding says of a span that OTLP has no form for."""
 
 
 class Intake:
@@ -32,11 +36,14 @@ class Intake:
     def __init__(self, store: Store) -> None:
         """Nothing is stored before a batch is full, or `flush`."""
         self._store = store
+        self.faults = Faults()
+        """What was left out or mended on the way."""
         self._spans = ExportTraceServiceRequest()
         self._logs = ExportLogsServiceRequest()
         self._waiting_spans = self._waiting_logs = 0
         self._span_bytes = self._log_bytes = 0
-        self.spans = self.new_spans = 0
+        self.spans = self.new_spans = self.refused_spans = 0
+        """`refused_spans`: what the store left out."""
         self.logs = self.new_logs = self.lone_logs = 0
         """`lone_logs`: records that name no trace."""
         self.by_scope: Counter[str] = Counter()
@@ -76,16 +83,18 @@ class Intake:
         if self._waiting_logs >= BATCH_SPANS or self._log_bytes >= BATCH_BYTES:
             self._flush_logs()
 
-    def add_made(self, spans: Iterable[Span]) -> str | None:
-        """Take in spans that were made of a row. Returns what is wrong with them, if they can't be kept."""
-        made = list(spans)
-        for span in made:
-            if len(span.trace_id) != TRACE_ID_DIGITS or len(span.span_id) != SPAN_ID_DIGITS:
-                return f"bad ids: {span.trace_id!r} and {span.span_id!r}; expected 32 and 16 hex digits"
+    def add_made(self, spans: Iterable[Span], place: str) -> str | None:
+        """Take in spans that were made of a row. Returns what is wrong with them, if none can be kept."""
+        made, problems = list(spans), Faults()
+        fitting = [span for span in made if _has_ids(span, problems)]
         try:
-            request = _encoded(made)
-        except (ValueError, TypeError, StoreError) as error:
-            return f"it can't be kept as a span: {error}"
+            request = encode_request(fitting)
+        except UNFIT:  # rare: look at every value only then
+            fitting = [kept for span in fitting if (kept := _mended(span, problems)) is not None]
+            request = encode_request(fitting)
+        if not fitting:
+            return next((f"{kind}: {one.example}" for kind, one in problems.items()), None)
+        self.faults.merge(problems, f"{place}: ")
         self.add_spans(ExportTraceServiceRequest.FromString(request))
         return None
 
@@ -96,13 +105,15 @@ class Intake:
 
     def _flush_spans(self) -> None:
         if self._waiting_spans:
-            self.new_spans += self._store.put_otlp(self._spans.SerializeToString())
+            before = self.faults.count(Outcome.LEFT_OUT)
+            self.new_spans += self._store.put_otlp(self._spans.SerializeToString(), self.faults)
+            self.refused_spans += self.faults.count(Outcome.LEFT_OUT) - before
         self._spans = ExportTraceServiceRequest()
         self._waiting_spans = self._span_bytes = 0
 
     def _flush_logs(self) -> None:
         if self._waiting_logs:
-            self.new_logs += self._store.put_logs(self._logs.SerializeToString())
+            self.new_logs += self._store.put_logs(self._logs.SerializeToString(), self.faults)
         self._logs = ExportLogsServiceRequest()
         self._waiting_logs = self._log_bytes = 0
 
@@ -121,25 +132,46 @@ def _has_number(record: LogRecord) -> bool:
     return kinds == ["int_value"] or (kinds == ["double_value"] and math.isfinite(given[0].double_value))
 
 
-def _encoded(spans: Sequence[Span]) -> bytes:
+def _has_ids(span: Span, faults: Faults) -> bool:
+    if len(span.trace_id) == TRACE_ID_DIGITS and len(span.span_id) == SPAN_ID_DIGITS:
+        return True
+    ids = f"{span.trace_id!r} and {span.span_id!r}"
+    faults.add(BAD_IDS, Outcome.LEFT_OUT, f"{ids}; expected 32 and 16 hex digits")
+    return False
+
+
+def _mended(span: Span, faults: Faults) -> Span | None:
+    """The span in a form that OTLP has; None if there is none."""
+    kinds: set[str] = set()
+    called = f"span {span.span_id} of trace {span.trace_id}"
     try:
-        return encode_request(spans)
-    except (ValueError, TypeError, StoreError):  # rare: look at every value only then
-        return encode_request([_kept(span) for span in spans])
+        kept: Span = _kept(span, kinds)
+        encode_request([kept])
+    except UNFIT as error:
+        faults.add("spans that OTLP has no form for", Outcome.LEFT_OUT, f"{called}: {error}")
+        return None
+    for kind in sorted(kinds):
+        faults.add(kind, Outcome.MENDED, called)
+    return kept
 
 
-def _kept(value: Any) -> Any:
+def _kept(value: Any, kinds: set[str]) -> Any:
     """A span, or a value of it, with what OTLP has no form for as text: lone surrogates, long ints, dates."""
     if isinstance(value, Span | SpanEvent):
-        return replace(value, **{field.name: _kept(getattr(value, field.name)) for field in fields(value)})
+        own = {field.name: _kept(getattr(value, field.name), kinds) for field in fields(value)}
+        return replace(value, **own)
     if isinstance(value, str):
-        return storable(value)
+        if (text := storable(value)) != value:
+            kinds.add(SURROGATES)
+        return text
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        kinds.add(BIG_NUMBERS)
         return str(value)
     if value is None or isinstance(value, bool | int | float | bytes | bytearray):
         return value
     if isinstance(value, Mapping):
-        return {storable(str(key)): _kept(each) for key, each in value.items()}
+        return {_kept(str(key), kinds): _kept(each, kinds) for key, each in value.items()}
     if isinstance(value, Sequence):
-        return [_kept(each) for each in value]
+        return [_kept(each, kinds) for each in value]
+    kinds.add(OTHER_TYPES)
     return str(value)

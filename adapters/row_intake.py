@@ -38,7 +38,8 @@ class RowIntake:
     def add(self, path: Path, row: Row) -> Unread:
         """Take in a row. Returns what is wrong with it or the OTLP message that it is, or None."""
         if OTLP_KEYS & row.value.keys():
-            message = parse_json(path, row.line, json.dumps(row.value, default=str).encode())
+            line = json.dumps(row.value, default=str).encode()
+            message = parse_json(path, row.line, line, self._intake.faults)
             return None if isinstance(message, Row) else message
         try:
             known = format_of(row.value)
@@ -50,7 +51,7 @@ class RowIntake:
             return Broken(str(path), row.line, f"it can't be read: {type(error).__name__}: {error}")
         self.by_format[known.name] += 1
         self.scores += scores
-        problem = self._intake.add_made(spans) if spans else None
+        problem = self._intake.add_made(spans, f"{path}:{row.line}") if spans else None
         return None if problem is None else Broken(str(path), row.line, problem)
 
     def _tell_unknown(self, path: Path, row: Row) -> None:

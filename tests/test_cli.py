@@ -144,7 +144,9 @@ def test_ingest_names_what_it_can_not_read(tmp_path: Path) -> None:
     done = spangrad("ingest", "traces.pb", "--store", "new.duckdb", cwd=tmp_path)
     assert done.returncode == 1
     assert "scope\tacme.tracing\t1" in done.stdout
-    (line,) = done.stderr.splitlines()
+    fault, line = done.stderr.splitlines()
+    assert fault.startswith("model calls in an unknown dialect: 1 kept; span ")
+    assert "of scope 'acme.tracing', with the attributes gen_ai.operation.name" in fault
     assert "no model call could be read from 1 spans" in line
     assert "acme.tracing (1); 1 of them are model calls" in line
     assert "openinference" in line
@@ -159,7 +161,7 @@ def test_ingest_fails_only_if_every_file_is_broken(tmp_path: Path) -> None:
     (tmp_path / "good.pb").write_bytes(recorded("r-1", 1))
     both = spangrad("ingest", "broken.jsonl", "good.pb", "--store", "new.duckdb", cwd=tmp_path)
     assert both.returncode == 0
-    assert "broken: broken.jsonl:1: " in both.stderr
+    assert "cut short: 1 left out; broken.jsonl:1: " in both.stderr
     assert 'unknown: 1 rows in a format that is not read, kept out; broken.jsonl:2: {"a": 1}' in both.stderr
 
 

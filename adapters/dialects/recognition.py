@@ -4,6 +4,7 @@ Knows their order alone; how a dialect is known is its own file's business. A mo
 wrote is counted instead of overlooked.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -24,6 +25,10 @@ from spangrad.adapters.dialects.openllmetry_legacy import OPENLLMETRY_LEGACY
 from spangrad.adapters.dialects.otel_genai import OTEL_GENAI, SPANGRAD, is_call
 from spangrad.adapters.dialects.vllm_server import VLLM_SERVER
 from spangrad.store.records import Span
+from spangrad.tracer.conventions import OPERATION_NAME
+
+_MODEL: Final = re.compile(r"(?:^|[._])model(?:[._]?(?:id|name))?$")
+_CONTENT: Final = re.compile("prompt|completion|messages|tokens")
 
 NO_DIALECT: Final = "no dialect"
 """A model call, told in a way that spangrad does not read."""
@@ -44,4 +49,12 @@ def recognise(span: Span) -> str | None:
     for dialect in IN_ORDER:
         if dialect.wrote(span):
             return dialect.name if dialect.is_call(span) else None
-    return NO_DIALECT if is_call(span) else None
+    return NO_DIALECT if is_call(span) or looks_like_a_call(span) else None
+
+
+def looks_like_a_call(span: Span) -> bool:
+    """Whether a span that names no operation has a model and a prompt, reply or tokens, in any words."""
+    keys = span.attributes.keys()
+    if OPERATION_NAME in keys or not any("model" in key and _MODEL.search(key) for key in keys):
+        return False
+    return any(map(_CONTENT.search, keys))

@@ -45,7 +45,7 @@ class Elements:
         while True:
             self._skip_blank()
             if self._position >= len(self._text):
-                yield self._line, NotJson("cut off: the list has no end")
+                yield self._line, NotJson("cut short: the list has no end")
                 return
             if self._text[self._position] == "]":
                 return

@@ -31,6 +31,8 @@ ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 BOM: Final = b"\xef\xbb\xbf"
 HEAD_BYTES: Final = 64 * 2**10
 BATCH_ROWS: Final = 64
+CUT_SHORT: Final = "cut short"
+NO_JSON: Final = "invalid JSON"
 PAGE_KEYS: Final = ("data", "runs", "traces")
 """Where APIs put the rows of a page."""
 _SCALAR: Final = rb'(?:"(?:[^"\\]|\\.)*"|[-+.\w]+)'
@@ -57,6 +59,17 @@ class Broken:
     line: int
     """Line of a JSON file, number of the row or message in a binary one; from 1."""
     reason: str
+    """`kind: detail`."""
+
+    @property
+    def kind(self) -> str:
+        """What reports count it as."""
+        return self.reason.partition(": ")[0]
+
+    @property
+    def detail(self) -> str:
+        """What is behind that."""
+        return self.reason.partition(": ")[2] or self.reason
 
 
 def rows(path: Path) -> Iterator[tuple[Row | Broken, int]]:
@@ -94,6 +107,19 @@ def unpacked(file: BinaryIO) -> BinaryIO:
     return file
 
 
+def json_problem(error: Exception) -> str:
+    """Why JSON could not be read: whether it ends too early, or is none."""
+    if isinstance(error, json.JSONDecodeError):
+        is_cut = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
+        return f"{CUT_SHORT if is_cut else NO_JSON}: {error}"
+    return f"{NO_JSON}: {error}"
+
+
+def packing_problem(error: Exception) -> str:
+    """Why a packed file could not be read to its end."""
+    return f"{CUT_SHORT if isinstance(error, EOFError) else 'broken compression'}: {error}"
+
+
 def _json_rows(path: Path, file: BinaryIO) -> Iterator[Row | Broken]:
     line = 1
     try:
@@ -117,7 +143,7 @@ def _json_rows(path: Path, file: BinaryIO) -> Iterator[Row | Broken]:
                 if text.strip():
                     yield from _parsed(path, line, text)
     except (EOFError, OSError, zlib.error, pa.ArrowException) as error:
-        yield Broken(str(path), line, f"broken compression: {error}")
+        yield Broken(str(path), line, packing_problem(error))
 
 
 def _head(file: io.BufferedReader) -> bytes:
@@ -158,7 +184,7 @@ def _parsed(path: Path, line: int, text: bytes) -> Iterator[Row | Broken]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        yield Broken(str(path), line, f"invalid JSON: {error}")
+        yield Broken(str(path), line, json_problem(error))
         return
     if not isinstance(value, dict):
         yield Broken(str(path), line, f"no object: {value!r:.40}")

@@ -69,7 +69,8 @@ def test_a_broken_line_is_counted_with_its_number_and_the_rest_is_read(store, tm
     file = tmp_path / "traces.jsonl"
     file.write_text("\n".join([lines[0], '{"resourceSpans": [{', bad_id, "[1]", '{"x": 1}', "", lines[2]]))
     report = ingest([file], store)
-    assert [broken.line for broken in report.broken] == [2, 3, 4]
+    assert [broken.line for broken in report.broken] == [2, 4]
+    assert f"{file}:3: " in report.faults["bad ids"].example
     assert (report.spans, report.calls) == (2, 2)
     assert (report.unknown_rows, report.unknown_row) == (1, f'{file}:5: {{"x": 1}}')
 
@@ -114,11 +115,12 @@ def test_a_request_over_many_lines_is_read(store, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n"])
-def test_an_empty_file_is_no_error(store, tmp_path, content):
+def test_an_empty_file_is_told_to_be_empty(store, tmp_path, content):
     file = tmp_path / "empty.jsonl"
     file.write_bytes(content)
-    report = ingest([file], store)
-    assert (report.messages, report.broken) == (0, ())
+    report = ingest([file, MULTI_TURN], store)
+    assert (report.messages, report.broken_files) == (4, 1)
+    assert report.broken[0].reason == "not traces: an empty file"
 
 
 def test_a_file_that_is_not_there_is_one_clear_error(store, tmp_path):

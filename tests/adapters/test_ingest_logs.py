@@ -111,7 +111,8 @@ def test_a_broken_line_of_logs_costs_no_other(store, tmp_path):
     file = tmp_path / "logs.jsonl"
     file.write_text("\n".join([*lines, '{"resourceLogs": [{"scopeLogs": 3}]}', '{"resourceLogs": [']))
     report = ingest([file], store)
-    assert [broken.line for broken in report.broken] == [len(lines) + 1, len(lines) + 2]
+    assert [broken.line for broken in report.broken] == [len(lines) + 2]
+    assert f"{file}:{len(lines) + 1}: a list of scopeLogs" in report.faults["wrong types"].example
     assert report.logs == len(logs_in(LEGACY))
 
 

@@ -16,7 +16,6 @@ from spangrad.errors import DialectError, StoreError, StoreLockedError
 if TYPE_CHECKING:
     from spangrad.adapters.ingest import IngestReport
 
-_BROKEN_SHOWN: Final = 10
 _SCOPES_SHOWN: Final = 8
 
 
@@ -103,12 +102,12 @@ def ingest(
     if as_json:
         print_json([found.to_json()])
     if found.files and found.broken_files == found.files:
+        from spangrad.adapters.file_kinds import READ
+
         broken = [f"{each.path}:{each.line}: {each.reason}" for each in found.broken]
+        broken += [f"{kind}: {fault.example}" for kind, fault in found.faults.items()]
         first = next(iter(broken), f"no known format: {found.unknown_row}")
-        raise DialectError(
-            f"nothing could be read from {', '.join(map(str, paths))}: {first};"
-            " expected OTLP traces, or an export, as JSON, JSON lines, protobuf or Parquet"
-        )
+        raise DialectError(f"nothing could be read from {', '.join(map(str, paths))}: {first}; {READ}")
     if not as_json:
         _print_report(found)
     if not found.calls:
@@ -124,7 +123,8 @@ def _print_report(found: "IngestReport") -> None:
         if value is None or isinstance(value, str):
             continue
         if isinstance(value, Mapping):
-            rows += [{"what": name, "which": which, "count": count} for which, count in value.items()]
+            counts = {which: one["count"] if isinstance(one, dict) else one for which, one in value.items()}
+            rows += [{"what": name, "which": which, "count": count} for which, count in counts.items()]
         else:
             rows.append({"what": name, "count": len(value) if isinstance(value, list | tuple) else value})
     print_rows(("what", "which", "count"), rows, right=("count",))
@@ -132,10 +132,8 @@ def _print_report(found: "IngestReport") -> None:
         note(
             f"unknown: {found.unknown_rows} rows in a format that is not read, kept out; {found.unknown_row}"
         )
-    for line in found.broken[:_BROKEN_SHOWN]:
-        note(f"broken: {line.path}:{line.line}: {line.reason}")
-    if len(found.broken) > _BROKEN_SHOWN:
-        note(f"broken: {len(found.broken) - _BROKEN_SHOWN} more; --json lists all")
+    for kind, fault in found.faults.items():
+        note(f"{kind}: {fault.count} {fault.outcome}{f'; {fault.example}' if fault.example else ''}")
 
 
 def _tell_no_calls(found: "IngestReport") -> None:
