@@ -174,7 +174,7 @@ def _ended(rollouts: Sequence[Rollout], refused: list[Refused]) -> list[Rollout]
         if rollout.status is RolloutStatus.SUCCEEDED:
             ended.append(rollout)
         else:
-            because = f" ({rollout.failure})" if rollout.failure else ""
+            because = f" ({rollout.brief_failure})" if rollout.failure else ""
             refused.append(
                 Refused(rollout.rollout_id, None, f"rollout did not succeed: {rollout.status}{because}")
             )

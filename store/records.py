@@ -13,6 +13,7 @@ RECORDED_SPLIT: Final = "recorded"
 """Split of rollouts that nobody enqueued: known from their spans alone."""
 DEFAULT_REWARD: Final = "reward"
 """Name of the reward that trains, unless another is asked for."""
+_TRACEBACK: Final = "Traceback (most recent call last):"
 
 
 class RolloutStatus(StrEnum):
@@ -167,6 +168,17 @@ class Rollout:
     def failure(self) -> str | None:
         """Type and text of the error, `ValueError: no such table`, as everybody shows it."""
         return ": ".join(dict.fromkeys(part for part in (self.error_type, self.error) if part)) or None
+
+    @property
+    def brief_failure(self) -> str | None:
+        """`failure` without the frames of a traceback: the line with type and message of its last error."""
+        text = self.failure
+        if text is None or _TRACEBACK not in text:
+            return text
+        lines = [line for line in text.splitlines() if line.strip()]
+        frames = [number for number, line in enumerate(lines) if line.lstrip().startswith('File "')]
+        behind = [line for line in lines[frames[-1] :] if not line[0].isspace()] if frames else []
+        return (behind or lines[-1:])[0].strip()
 
 
 @dataclass(frozen=True, slots=True)

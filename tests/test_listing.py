@@ -270,6 +270,36 @@ def test_a_failure_has_one_form_and_one_line(mixed: str) -> None:
     assert "not trained, 1x: rollout did not succeed: failed (ValueError: oh no)\n" in refused.stderr
 
 
+TRACEBACK = """Traceback (most recent call last):
+  File "agent.py", line 3, in answer
+    return table[name]
+           ~~~~~^^^^^^
+KeyError: 'orders'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "agent.py", line 5, in answer
+    raise ValueError("no such table: orders")
+ValueError: no such table: orders
+  ask for `tables` first
+"""
+
+
+def test_of_a_traceback_the_line_that_says_what_it_was_is_shown(tmp_path: Path) -> None:
+    path = str(tmp_path / "store.duckdb")
+    with open_store(path) as opened:
+        opened.enqueue([Rollout("r", max_attempts=1)])
+        opened.claim(worker="w")
+        opened.finish("r", 0, status=RolloutStatus.FAILED, error_type="ValueError", error=TRACEBACK)
+    shown = spangrad("rollouts", "--store", path)
+    assert shown.stdout.splitlines()[1].split("\t")[-1] == "ValueError: no such table: orders"
+    (row,) = listed("rollouts", "--store", path, "--json")
+    assert row["error"] == f"ValueError: {TRACEBACK}"
+    refused = spangrad("transitions", "--store", path)
+    assert "rollout did not succeed: failed (ValueError: no such table: orders)\n" in refused.stderr
+
+
 def test_the_reward_that_is_shown_is_the_one_that_trains(mixed: str) -> None:
     done = spangrad("rollouts", "--store", mixed, "--split", "train", "--json")
     rows = [json.loads(line) for line in done.stdout.splitlines()]

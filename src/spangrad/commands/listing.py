@@ -61,7 +61,8 @@ def rollouts(
 ) -> None:
     """List rollouts: task, status, attempt, reward, number of model calls, the update that trained on them.
 
-    The reward is the one that trains: of authors that a trainer trusts.
+    The reward is the one that trains: of authors that a trainer trusts. Of a traceback the last line is
+    shown; --json has all of it.
     `spangrad sql` asks the store anything else.
     """
     from spangrad.credit.rewards import DEFAULT_AUTHORS
@@ -77,7 +78,8 @@ def rollouts(
         print_json(rows)
     elif rows:
         columns = ("rollout", "task", "status", "attempt", "reward", "calls", "trained_by_update", "error")
-        print_rows(columns, rows, right=columns[3:7])
+        brief = [row | {"error": one.brief_failure} for row, one in zip(rows, shown, strict=True)]
+        print_rows(columns, brief, right=columns[3:7])
 
 
 def calls(
