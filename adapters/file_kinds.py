@@ -28,7 +28,7 @@ _OTLP_MARKS: Final = (b'"resourceSpans"', b'"resourceLogs"', b'"resourceMetrics"
 _MAGICS: Final = (
     (0, b"SQLite format 3\x00", "an SQLite database"),
     (8, b"DUCK", "a DuckDB database"),
-    (0, b"PK\x03\x04", "a zip archive; unpack it (a spreadsheet is one, too: export it as JSON)"),
+    (0, b"PK\x03\x04", "a zip archive; unpack it (a spreadsheet is one, too; export it as JSON)"),
     (257, b"ustar", "a tar archive; unpack it"),
     (4, b"1AY&SY", "packed with bzip2; unpack it"),
     (0, b"\xfd7zXZ\x00", "packed with xz; unpack it"),
@@ -39,7 +39,7 @@ _MAGICS: Final = (
     (0, b"ARROW1", "an Arrow file; export it as Parquet"),
 )
 """Where it stands, what stands there, what such a file is."""
-_UTF16: Final = "text in UTF-16; convert it: `iconv -f UTF-16 -t UTF-8`"
+_UTF16: Final = "text in UTF-16; convert it with `iconv -f UTF-16 -t UTF-8`"
 _CONTROL: Final = bytes(code for code in range(32) if code not in b"\t\n\r\f\x1b")
 """Bytes that no text has, and every protobuf message that holds another one."""
 _SEPARATORS: Final = ((b",", "comma-separated values (CSV)"), (b"\t", "tab-separated values"), (b";", "CSV"))
@@ -65,7 +65,7 @@ def framing(path: Path) -> tuple[Framing, str]:
             try:
                 head = unpacked(file).read(HEAD_BYTES)
             except PACKING_ERRORS as error:
-                return Framing.UNREAD, f"{_packing(magic)} that is broken ({error})"
+                return Framing.UNREAD, f"broken {_packing(magic)}: {error}"
     except OSError as error:
         raise DialectError(
             f"can't read {str(path)!r}: {error.strerror}; expected a file of traces"

@@ -24,7 +24,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from spangrad.adapters.accounts import Accounts, account_traces
 from spangrad.adapters.exports.rewards import NO_NUMBER, put_scores
 from spangrad.adapters.exports.rows import Broken, Row, rows
-from spangrad.adapters.file_kinds import EMPTY, Framing, framing
+from spangrad.adapters.file_kinds import Framing, framing
 from spangrad.adapters.intake import Intake
 from spangrad.adapters.otlp_files import Message, Skipped, messages
 from spangrad.adapters.row_intake import RowIntake
@@ -35,7 +35,7 @@ from spangrad.store.faults import Fault, Faults, Outcome
 _TOLD_BY_RECORDS: Final = "SELECT count(*) AS n FROM rewards WHERE reward_id IN (SELECT log_id FROM logs)"
 BROKEN_LISTED: Final = 1000
 REPEATED: Final = "duplicate ids with the same content, stored once"
-NOT_TRACES: Final = "not traces"
+NOT_TRACES: Final = "not traces but"
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all)."""
@@ -178,7 +178,7 @@ class _Run:
         self._report.rows += isinstance(read, Row)
         message = self._rows.add(path, read) if isinstance(read, Row) else read
         if isinstance(message, Broken):
-            example = f"{message.path}:{message.line}: {message.detail}"
+            example = f"{message.path}:{message.line}{f': {message.detail}' if message.detail else ''}"
             self._faults.add(message.kind, Outcome.LEFT_OUT, example)
             if len(self._broken) < BROKEN_LISTED:
                 self._broken.append(message)
@@ -204,8 +204,7 @@ def _content(path: Path, faults: Faults, *, is_named: bool) -> Iterable[tuple[Me
             raise
         return [(Broken(str(path), 1, f"not opened: {error}"), 0)]
     if kind is Framing.UNREAD:
-        like = looks if looks.startswith(EMPTY) else f"it looks like {looks}"
-        return [(Broken(str(path), 1, f"{NOT_TRACES}: {like}"), path.stat().st_size)]
+        return [(Broken(str(path), 1, f"{NOT_TRACES} {looks}"), path.stat().st_size)]
     return messages(path, faults) if kind is Framing.OTLP else rows(path)
 
 

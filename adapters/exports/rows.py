@@ -68,8 +68,8 @@ class Broken:
 
     @property
     def detail(self) -> str:
-        """What is behind that."""
-        return self.reason.partition(": ")[2] or self.reason
+        """What is behind that, if anything."""
+        return self.reason.partition(": ")[2]
 
 
 def rows(path: Path) -> Iterator[tuple[Row | Broken, int]]:

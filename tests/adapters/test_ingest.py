@@ -120,7 +120,7 @@ def test_an_empty_file_is_told_to_be_empty(store, tmp_path, content):
     file.write_bytes(content)
     report = ingest([file, MULTI_TURN], store)
     assert (report.messages, report.broken_files) == (4, 1)
-    assert report.broken[0].reason == "not traces: an empty file"
+    assert report.broken[0].reason == "not traces but an empty file"
 
 
 def test_a_file_that_is_not_there_is_one_clear_error(store, tmp_path):
