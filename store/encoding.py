@@ -4,6 +4,7 @@ OTLP attribute values include bytes and non-finite floats; both must survive a J
 column. A dict with one key that begins with `$` is a tag:
 
     {"$bytes": base64}   {"$float": "nan"}   {"$map": {...}}   a dict that looks like a tag
+    {"$repeated": [{...}, [[key, value], ...]]}   a dict some of whose keys were sent more than once
 
 Other modules add tags of their own at the top level of `attributes` (`$column`,
 `$messages`). Knows values and text; knows no tables.
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spangrad.errors import StoreError
+from spangrad.store.records import RepeatedKeys
 
 
 def encode_json(value: Any) -> str:
@@ -50,6 +52,8 @@ def tagged(value: Any) -> Any:
         if any(not isinstance(key, str) for key in value):
             raise StoreError(f"{_short(value)} has keys that are no strings; JSON needs strings")
         inner = {key: tagged(item) for key, item in value.items()}
+        if isinstance(value, RepeatedKeys):
+            return {"$repeated": [inner, [[key, tagged(hidden)] for key, hidden in value.hidden]]}
         return {"$map": inner} if is_tag(inner) else inner
     if isinstance(value, Sequence):
         return [tagged(item) for item in value]
@@ -73,6 +77,9 @@ def untagged(value: Any) -> Any:
         return float(content)
     if tag == "$map":
         return {key: untagged(item) for key, item in content.items()}
+    if tag == "$repeated":
+        inner = {key: untagged(item) for key, item in content[0].items()}
+        return RepeatedKeys(inner, [(key, untagged(hidden)) for key, hidden in content[1]])
     raise StoreError(f"unknown tag {tag!r} in stored JSON; the file is damaged or written by another program")
 
 

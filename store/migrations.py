@@ -68,6 +68,12 @@ def m006_archive(con: duckdb.DuckDBPyConnection) -> None:
     con.execute("CREATE INDEX archived_traces_trace_id ON archived_traces (trace_id)")
 
 
+def m007_other(con: duckdb.DuckDBPyConnection) -> None:
+    """What OTLP tells and no other column has a place for."""
+    for table in ("spans", "logs"):
+        con.execute(f"ALTER TABLE {table} ADD COLUMN IF NOT EXISTS other JSON")
+
+
 MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m001_initial,
     m002_place_of_calls,
@@ -75,6 +81,7 @@ MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m004_sessions,
     m005_unread_traces,
     m006_archive,
+    m007_other,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

@@ -18,7 +18,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanProto
 
 from spangrad.errors import StoreError
 from spangrad.store.faults import Faults, Outcome
-from spangrad.store.records import LogRecord, Span, SpanEvent
+from spangrad.store.records import LogRecord, RepeatedKeys, Span, SpanEvent
 from spangrad.store.requests import logs_request, trace_request
 from spangrad.tracer import conventions
 
@@ -36,16 +36,9 @@ def spans_of(message: ExportTraceServiceRequest) -> list[Span]:
     """Spans of a request whose ids have been checked."""
     spans: list[Span] = []
     for resource_spans in message.resource_spans:
-        resource = _from_pairs(resource_spans.resource.attributes)
+        of_resource = _of_resource(resource_spans)
         for scope_spans in resource_spans.scope_spans:
-            common = {
-                "resource": resource,
-                "resource_schema_url": resource_spans.schema_url,
-                "scope": scope_spans.scope.name,
-                "scope_version": scope_spans.scope.version,
-                "scope_attributes": _from_pairs(scope_spans.scope.attributes),
-                "schema_url": scope_spans.schema_url,
-            }
+            common = of_resource | _of_scope(scope_spans)
             spans.extend(_from_proto(proto, common) for proto in scope_spans.spans)
     return spans
 
@@ -56,22 +49,12 @@ def encode_request(spans: Iterable[Span]) -> bytes:
     last: tuple[Any, ...] | None = None
     block: ScopeSpans | None = None
     for span in spans:
-        origin = (
-            span.resource,
-            span.resource_schema_url,
-            span.scope,
-            span.scope_version,
-            span.scope_attributes,
-            span.schema_url,
-        )
+        origin = _origin(span)
         if block is None or origin != last:
             last = origin
-            resource_spans = message.resource_spans.add(schema_url=span.resource_schema_url)
-            resource_spans.resource.attributes.extend(_to_pairs(span.resource))
-            block = resource_spans.scope_spans.add(schema_url=span.schema_url)
-            block.scope.name = span.scope
-            block.scope.version = span.scope_version
-            block.scope.attributes.extend(_to_pairs(span.scope_attributes))
+            resource_spans = message.resource_spans.add()
+            block = resource_spans.scope_spans.add()
+            _fill_origin(resource_spans, block, span)
         block.spans.append(_to_proto(span))
     return bytes(message.SerializeToString())
 
@@ -89,16 +72,9 @@ def records_of(message: ExportLogsServiceRequest) -> list[LogRecord]:
     """Log records of a request whose ids have been checked."""
     records: list[LogRecord] = []
     for resource_logs in message.resource_logs:
-        resource = _from_pairs(resource_logs.resource.attributes)
+        of_resource = _of_resource(resource_logs)
         for scope_logs in resource_logs.scope_logs:
-            common = {
-                "resource": resource,
-                "resource_schema_url": resource_logs.schema_url,
-                "scope": scope_logs.scope.name,
-                "scope_version": scope_logs.scope.version,
-                "scope_attributes": _from_pairs(scope_logs.scope.attributes),
-                "schema_url": scope_logs.schema_url,
-            }
+            common = of_resource | _of_scope(scope_logs)
             records.extend(_log_from_proto(proto, common) for proto in scope_logs.log_records)
     return records
 
@@ -109,22 +85,12 @@ def encode_logs(records: Iterable[LogRecord]) -> bytes:
     last: tuple[Any, ...] | None = None
     block: ScopeLogs | None = None
     for record in records:
-        origin = (
-            record.resource,
-            record.resource_schema_url,
-            record.scope,
-            record.scope_version,
-            record.scope_attributes,
-            record.schema_url,
-        )
+        origin = _origin(record)
         if block is None or origin != last:
             last = origin
-            resource_logs = message.resource_logs.add(schema_url=record.resource_schema_url)
-            resource_logs.resource.attributes.extend(_to_pairs(record.resource))
-            block = resource_logs.scope_logs.add(schema_url=record.schema_url)
-            block.scope.name = record.scope
-            block.scope.version = record.scope_version
-            block.scope.attributes.extend(_to_pairs(record.scope_attributes))
+            resource_logs = message.resource_logs.add()
+            block = resource_logs.scope_logs.add()
+            _fill_origin(resource_logs, block, record)
         block.log_records.append(_log_to_proto(record))
     return bytes(message.SerializeToString())
 
@@ -140,6 +106,63 @@ def json_logs_to_protobuf(request: bytes, faults: Faults | None = None) -> bytes
     if faults is not None:
         faults.merge(found)
     return bytes(message.SerializeToString())
+
+
+def _of_resource(block: Any) -> dict[str, Any]:
+    resource = block.resource
+    return {
+        "resource": _from_pairs(resource.attributes),
+        "resource_schema_url": block.schema_url,
+        "resource_dropped_attributes": resource.dropped_attributes_count,
+        "entity_refs": tuple(
+            {
+                "schema_url": ref.schema_url,
+                "type": ref.type,
+                "id_keys": list(ref.id_keys),
+                "description_keys": list(ref.description_keys),
+            }
+            for ref in resource.entity_refs
+        ),
+    }
+
+
+def _of_scope(block: Any) -> dict[str, Any]:
+    return {
+        "scope": block.scope.name,
+        "scope_version": block.scope.version,
+        "scope_attributes": _from_pairs(block.scope.attributes),
+        "scope_dropped_attributes": block.scope.dropped_attributes_count,
+        "schema_url": block.schema_url,
+    }
+
+
+def _origin(record: Span | LogRecord) -> tuple[Any, ...]:
+    """What neighbours share to be in one block."""
+    return (
+        record.resource,
+        record.resource_schema_url,
+        record.resource_dropped_attributes,
+        record.entity_refs,
+        record.scope,
+        record.scope_version,
+        record.scope_attributes,
+        record.scope_dropped_attributes,
+        record.schema_url,
+    )
+
+
+def _fill_origin(of_resource: Any, of_scope: Any, record: Span | LogRecord) -> None:
+    of_resource.schema_url = record.resource_schema_url
+    resource, scope = of_resource.resource, of_scope.scope
+    resource.attributes.extend(_to_pairs(record.resource))
+    resource.dropped_attributes_count = record.resource_dropped_attributes
+    for ref in record.entity_refs:
+        resource.entity_refs.add(**ref)
+    of_scope.schema_url = record.schema_url
+    scope.name = record.scope
+    scope.version = record.scope_version
+    scope.attributes.extend(_to_pairs(record.scope_attributes))
+    scope.dropped_attributes_count = record.scope_dropped_attributes
 
 
 def _from_proto(proto: SpanProto, common: Mapping[str, Any]) -> Span:
@@ -206,8 +229,13 @@ def _from_link(link: SpanProto.Link) -> dict[str, Any]:
     }
 
 
-def _from_pairs(pairs: Iterable[KeyValue]) -> dict[str, Any]:
-    return {pair.key: _from_value(pair.value) for pair in pairs}
+def _from_pairs(pairs: Sequence[KeyValue]) -> dict[str, Any]:
+    found = {pair.key: _from_value(pair.value) for pair in pairs}
+    if len(found) == len(pairs):
+        return found
+    last = {pair.key: number for number, pair in enumerate(pairs)}
+    hidden = [pair for number, pair in enumerate(pairs) if last[pair.key] != number]
+    return RepeatedKeys(found, [(pair.key, _from_value(pair.value)) for pair in hidden])
 
 
 def _from_value(value: AnyValue) -> Any:
@@ -279,7 +307,8 @@ def _log_to_proto(record: LogRecord) -> LogProto:
 
 
 def _to_pairs(attributes: Mapping[str, Any]) -> list[KeyValue]:
-    return [KeyValue(key=key, value=_to_value(value)) for key, value in attributes.items()]
+    hidden = attributes.hidden if isinstance(attributes, RepeatedKeys) else ()
+    return [KeyValue(key=key, value=_to_value(value)) for key, value in (*hidden, *attributes.items())]
 
 
 def _to_value(value: Any) -> AnyValue:

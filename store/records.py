@@ -4,7 +4,7 @@ Plain frozen dataclasses: they know no DuckDB and no HTTP. `None` means "not kno
 or "not assigned"; it is never 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
@@ -40,6 +40,21 @@ class RewardAuthor(StrEnum):
     """A person or an import, with the trainer's key."""
 
 
+class RepeatedKeys(dict[str, Any]):
+    """Attributes with keys that were sent more than once: the last value counts, others are `hidden`."""
+
+    def __init__(self, attributes: Any = (), hidden: Iterable[Sequence[Any]] = ()) -> None:
+        """A dict of the values that count, and (key, value) of the others, in order."""
+        super().__init__(attributes)
+        self.hidden = tuple((str(key), value) for key, value in hidden)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all of it is equal, also what is hidden."""
+        return isinstance(other, RepeatedKeys) and self.hidden == other.hidden and super().__eq__(other)
+
+    __hash__ = None
+
+
 @dataclass(frozen=True, slots=True)
 class SpanEvent:
     """One event of a span."""
@@ -54,7 +69,8 @@ class SpanEvent:
 class Span:
     """One OpenTelemetry span, lossless.
 
-    `attributes` holds str, bool, int, float, bytes, and lists or dicts of these.
+    `attributes` holds str, bool, int, float, bytes, and lists or dicts of these. Any dict of it is
+    `RepeatedKeys` where a key was sent more than once.
     """
 
     trace_id: str
@@ -89,6 +105,10 @@ class Span:
     scope_attributes: Mapping[str, Any] = field(default_factory=dict)
     schema_url: str = ""
     resource_schema_url: str = ""
+    resource_dropped_attributes: int = 0
+    scope_dropped_attributes: int = 0
+    entity_refs: Sequence[Mapping[str, Any]] = ()
+    """What the resource's attributes are of: schema_url, type, id_keys, description_keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +135,9 @@ class LogRecord:
     resource_schema_url: str = ""
     flags: int = 0
     dropped_attributes: int = 0
+    resource_dropped_attributes: int = 0
+    scope_dropped_attributes: int = 0
+    entity_refs: Sequence[Mapping[str, Any]] = ()
 
 
 def event_name(record: LogRecord) -> str:

@@ -48,6 +48,11 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
+_OTHER = (
+    "what no other column has a place for: attributes of the resource and scope that were dropped, what the "
+    "resource's are of, values of keys that were sent more than once"
+)
+
 SPANS = Table(
     "spans",
     "One OpenTelemetry span, lossless. Unique by (trace_id, span_id): the one writer sees to it.",
@@ -88,6 +93,7 @@ SPANS = Table(
         Column(
             "message_ids", "VARCHAR[]", "messages that this span was the first of its chain to show", True
         ),
+        Column("other", "JSON", _OTHER, True),
     ),
     indexes=("trace_id",),
 )
@@ -125,6 +131,7 @@ LOGS = Table(
         Column("flags", "BIGINT", "OTLP flags"),
         Column("dropped_attributes", "BIGINT", "dropped by the SDK"),
         Column("author", "VARCHAR", "whose key brought it: agent, evaluator or operator"),
+        Column("other", "JSON", _OTHER, True),
     ),
     key=("log_id",),
     indexes=("trace_id",),

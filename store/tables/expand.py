@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from spangrad.errors import StoreError
 from spangrad.store.encoding import decode_json, is_tag, untagged
 from spangrad.store.records import Span, SpanEvent
+from spangrad.store.tables.other import with_other
 
 Row = Mapping[str, Any]
 Ints = NDArray[np.int32]
@@ -140,7 +141,7 @@ def row_key(row: Row) -> str:
 
 def span_from_row(row: Row, attributes: Mapping[str, Any]) -> Span:
     """A span from its row and its rebuilt attributes."""
-    return Span(
+    span = Span(
         trace_id=row["trace_id"],
         span_id=row["span_id"],
         parent_span_id=row["parent_span_id"],
@@ -167,6 +168,7 @@ def span_from_row(row: Row, attributes: Mapping[str, Any]) -> Span:
         schema_url=row["schema_url"],
         resource_schema_url=row["resource_schema_url"],
     )
+    return span if row["other"] is None else with_other(span, row["other"])
 
 
 def events_from_json(text: str) -> tuple[SpanEvent, ...]:

@@ -17,11 +17,13 @@ from spangrad.store.encoding import decode_json, encode_json
 from spangrad.store.records import LogRecord, RewardAuthor, event_name
 from spangrad.store.schema import LOGS, SPANS
 from spangrad.store.tables.database import Database
+from spangrad.store.tables.other import other_of, with_other
 from spangrad.store.tables.rows import insert_rows, traces_of_sessions
 from spangrad.tracer.conventions import REWARD_EVENT
 
 READ_ROWS: Final = 1000
-_JSON: Final = ("body", "attributes", "scope_attributes", "resource")
+_ATTRIBUTES: Final = ("attributes", "scope_attributes", "resource")
+_JSON: Final = ("body", *_ATTRIBUTES)
 _OF_ROLLOUTS: Final = (
     "(trace_id, span_id) IN (SELECT trace_id, span_id FROM spans WHERE "
     "rollout_id IN (SELECT unnest(?::VARCHAR[])) OR (rollout_id IS NULL AND trace_id IN "
@@ -69,7 +71,7 @@ def read_logs(
     if conditions and not any(parameters):
         return
     where = f"WHERE {' OR '.join(conditions)}" if conditions else ""
-    columns = ", ".join((*_PLAIN, *_JSON))
+    columns = (*_PLAIN, *_JSON, "other")
     order = "trace_id NULLS LAST, if(time_ns = 0, observed_ns, time_ns), place, position"
     with database.snapshot() as con:
         parts = None
@@ -79,19 +81,27 @@ def read_logs(
             parts = database.partitions.holding(con, rollout_ids=rollout_ids or (), trace_ids=traces)
         database.partitions.unite(con, parts, tables=(SPANS,))
         source = database.partitions.in_order(con, LOGS, parts)
-        result = con.execute(f"SELECT {columns} FROM {source} {where} ORDER BY {order}", parameters)
+        result = con.execute(
+            f"SELECT {', '.join(columns)} FROM {source} {where} ORDER BY {order}", parameters
+        )
         while chunk := result.fetchmany(READ_ROWS):
             for values in chunk:
-                yield _record(dict(zip((*_PLAIN, *_JSON), values, strict=True)))
+                yield _record(dict(zip(columns, values, strict=True)))
 
 
 def _row(record: LogRecord, author: RewardAuthor) -> dict[str, Any]:
     row = {name: getattr(record, name) for name in _PLAIN}
-    row |= {name: encode_json(getattr(record, name)) for name in _JSON}
+    row["body"] = encode_json(record.body)
+    row |= {name: encode_json(dict(getattr(record, name))) for name in _ATTRIBUTES}
+    other = other_of(record)
     who = [str(author)] if event_name(record) == REWARD_EVENT else []
-    content = json.dumps([*row.values(), *who], ensure_ascii=False).encode("utf-8", "surrogatepass")
-    return row | {"log_id": blake2b(content, digest_size=16).hexdigest(), "author": str(author)}
+    told = [*row.values(), *([] if other is None else [other]), *who]
+    content = json.dumps(told, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    log_id = blake2b(content, digest_size=16).hexdigest()
+    return row | {"log_id": log_id, "author": str(author), "other": other}
 
 
 def _record(row: Mapping[str, Any]) -> LogRecord:
-    return LogRecord(**{**row, **{name: decode_json(row[name]) for name in _JSON}})
+    plain = {name: row[name] for name in _PLAIN}
+    record = LogRecord(**plain, **{name: decode_json(row[name]) for name in _JSON})
+    return record if row["other"] is None else with_other(record, row["other"])

@@ -20,6 +20,7 @@ from spangrad.store.tables.database import Database
 from spangrad.store.tables.evaluations import has_evaluations, reward_by_spans
 from spangrad.store.tables.expand import BASE_COLUMNS, Expander, Row, row_key, span_from_row
 from spangrad.store.tables.lineage import STORED_COLUMNS, Admission, Lineage, Owner, Stored
+from spangrad.store.tables.other import other_of
 from spangrad.store.tables.queue import record_rollouts
 from spangrad.store.tables.rewards import insert_rewards
 from spangrad.store.tables.rows import insert_rows, select_dicts, traces_of_sessions
@@ -110,9 +111,9 @@ def _row(span: Span, owner: Owner | None) -> dict[str, Any]:
         "status_message": span.status_message,
         "scope": span.scope,
         "scope_version": span.scope_version,
-        "scope_attributes": encode_json(span.scope_attributes),
+        "scope_attributes": encode_json(dict(span.scope_attributes)),
         "schema_url": span.schema_url,
-        "resource": encode_json(span.resource),
+        "resource": encode_json(dict(span.resource)),
         "resource_schema_url": span.resource_schema_url,
         "events": encode_json(events),
         "links": encode_json(list(span.links)),
@@ -121,6 +122,7 @@ def _row(span: Span, owner: Owner | None) -> dict[str, Any]:
         "dropped_attributes": span.dropped_attributes,
         "dropped_events": span.dropped_events,
         "dropped_links": span.dropped_links,
+        "other": other_of(span),
     }
 
 

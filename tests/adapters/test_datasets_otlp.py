@@ -13,14 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import (
+    AnyValue,
+    ArrayValue,
+    EntityRef,
+    InstrumentationScope,
+    KeyValue,
+    KeyValueList,
+)
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 
 from spangrad.adapters.datasets.otlp import framed, json_line, write_copy
 from spangrad.adapters.datasets.scanning import Scanner
-from spangrad.adapters.ingest import ingest
+from spangrad.adapters.ingest import REPEATED, ingest
 from spangrad.adapters.otlp_files import messages
 from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import encode_logs, encode_request
-from spangrad.store.records import LogRecord, Span, SpanEvent
+from spangrad.store.records import LogRecord, RepeatedKeys, Span, SpanEvent
 from tests.adapters.building import span
 from tests.adapters.captured import FIXTURES
 
@@ -217,6 +226,110 @@ def test_any_batches_in_any_order_with_repeats_come_back_from_either_form(data, 
                 assert (report.new_spans, report.new_logs, report.broken) == (span_count, record_count, ())
                 for as_json in (True, False):
                     assert canonical([copied(store, folder, as_json=as_json)]) == expected
+
+
+def any_value(told: Any) -> AnyValue:
+    """What was drawn as a value of OTLP; a list of pairs is a list of keys and values."""
+    if isinstance(told, list):
+        return AnyValue(kvlist_value=KeyValueList(values=key_values(told)))
+    if isinstance(told, tuple):
+        return AnyValue(array_value=ArrayValue(values=[any_value(each) for each in told]))
+    return AnyValue(int_value=told) if isinstance(told, int) else AnyValue(string_value=told)
+
+
+def key_values(pairs: Any) -> list[KeyValue]:
+    return [KeyValue(key=key, value=any_value(told)) for key, told in pairs]
+
+
+some_key = st.sampled_from(["a", "b", "$map", "service.name"])
+repeating = st.lists(
+    st.tuples(
+        some_key,
+        st.recursive(
+            st.integers(0, 9) | text,
+            lambda inner: st.lists(st.tuples(some_key, inner), max_size=3) | st.tuples(inner, inner),
+            max_leaves=5,
+        ),
+    ),
+    max_size=5,
+).map(key_values)
+refs = st.lists(
+    st.builds(
+        EntityRef,
+        schema_url=text,
+        type=text,
+        id_keys=st.lists(text, max_size=2),
+        description_keys=st.lists(text, max_size=2),
+    ),
+    max_size=2,
+)
+resources = st.builds(
+    Resource, attributes=repeating, dropped_attributes_count=st.integers(0, 2**32 - 1), entity_refs=refs
+)
+scopes = st.builds(
+    InstrumentationScope,
+    name=text,
+    version=text,
+    attributes=repeating,
+    dropped_attributes_count=st.integers(0, 2**32 - 1),
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_any_request_comes_back_also_repeated_keys_and_what_was_dropped(data):
+    traces, logs = ExportTraceServiceRequest(), ExportLogsServiceRequest()
+    for number in range(1, 1 + data.draw(st.integers(1, 3))):
+        of_spans = traces.resource_spans.add(resource=data.draw(resources), schema_url=data.draw(text))
+        block = of_spans.scope_spans.add(scope=data.draw(scopes), schema_url=data.draw(text))
+        one = block.spans.add(
+            trace_id=b"t" * 16, span_id=bytes([number]) * 8, attributes=data.draw(repeating)
+        )
+        one.events.add(name="e", attributes=data.draw(repeating))
+        one.links.add(trace_id=b"l" * 16, span_id=b"l" * 8, attributes=data.draw(repeating))
+        of_logs = logs.resource_logs.add(resource=data.draw(resources), schema_url=data.draw(text))
+        records = of_logs.scope_logs.add(scope=data.draw(scopes), schema_url=data.draw(text))
+        record = records.log_records.add(time_unix_nano=number, attributes=data.draw(repeating))
+        record.body.kvlist_value.values.extend(data.draw(repeating))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        sent = [folder / "spans.pb", folder / "logs.pb"]
+        for file, request in zip(sent, (traces.SerializeToString(), logs.SerializeToString()), strict=True):
+            file.write_bytes(framed(request))
+        with FileStore(folder / "s.duckdb") as store:
+            report = ingest(sent, store)
+            files = [copied(store, folder, as_json=as_json) for as_json in (True, False)]
+            assert (report.new_spans, report.new_logs) == (
+                len(traces.resource_spans),
+                len(logs.resource_logs),
+            )
+            again = ingest(sent, store)
+            assert (again.new_spans, again.new_logs, set(again.faults) - {REPEATED}) == (0, 0, set())
+        expected = canonical(sent)
+        assert canonical(files[:1]) == expected
+        assert canonical(files[1:]) == expected
+
+
+def test_what_is_dropped_or_repeated_hides_nothing_from_sql(tmp_path):
+    request = ExportTraceServiceRequest()
+    pairs = [("service.name", "first"), ("service.name", "shop")]
+    of_spans = request.resource_spans.add(
+        resource=Resource(attributes=key_values(pairs), dropped_attributes_count=3)
+    )
+    of_spans.scope_spans.add().spans.add(trace_id=b"t" * 16, span_id=b"s" * 8, attributes=key_values(pairs))
+    with FileStore(tmp_path / "s.duckdb") as store:
+        store.put_otlp(request.SerializeToString())
+        (row,) = store.query(
+            "SELECT resource->>'service.name' AS r, attributes->>'service.name' AS a, other FROM spans"
+        )
+        (one,) = store.spans()
+    assert (row["r"], row["a"]) == ("shop", "shop")
+    assert json.loads(row["other"]) == {
+        "attributes": [["service.name", "first"]],
+        "resource": [["service.name", "first"]],
+        "resource_dropped_attributes": 3,
+    }
+    assert one.resource == RepeatedKeys({"service.name": "shop"}, [("service.name", "first")])
 
 
 def test_a_copy_of_some_rollouts_has_theirs_alone_and_counts_secrets(tmp_path):
