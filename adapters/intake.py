@@ -5,7 +5,7 @@ Knows sizes of batches and which traces were touched; knows no files and no form
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Final
 
@@ -14,12 +14,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 
 from spangrad.adapters.trace_ids import TraceIds
-from spangrad.errors import StoreError
+from spangrad.errors import RequestTooLargeError, StoreError
 from spangrad.store.base import Store
 from spangrad.store.faults import Faults, Outcome
 from spangrad.store.otlp import encode_request
 from spangrad.store.records import Span, SpanEvent
 from spangrad.store.requests import BAD_IDS, BIG_NUMBERS, OTHER_TYPES, SURROGATES
+from spangrad.store.requests.signals import LOGS, SPANS, Signal
 from spangrad.tracer.conventions import REWARD_EVENT, REWARD_VALUE, storable
 
 BATCH_SPANS: Final = 1000
@@ -106,16 +107,30 @@ class Intake:
     def _flush_spans(self) -> None:
         if self._waiting_spans:
             before = self.faults.count(Outcome.LEFT_OUT)
-            self.new_spans += self._store.put_otlp(self._spans.SerializeToString(), self.faults)
+            self.new_spans += self._put(self._store.put_otlp, self._spans, SPANS)
             self.refused_spans += self.faults.count(Outcome.LEFT_OUT) - before
         self._spans = ExportTraceServiceRequest()
         self._waiting_spans = self._span_bytes = 0
 
     def _flush_logs(self) -> None:
         if self._waiting_logs:
-            self.new_logs += self._store.put_logs(self._logs.SerializeToString(), self.faults)
+            self.new_logs += self._put(self._store.put_logs, self._logs, LOGS)
         self._logs = ExportLogsServiceRequest()
         self._waiting_logs = self._log_bytes = 0
+
+    def _put(self, put: Callable[[bytes, Faults], int], request: Any, signal: Signal) -> int:
+        """Put a request into the store, in halves where a hub takes no more. Returns how many were new."""
+        body = request.SerializeToString()
+        try:
+            return put(body, self.faults)
+        except RequestTooLargeError as error:
+            count = signal.count(request)
+            if count > 1:
+                halves = (signal.part(request, 0, count // 2), signal.part(request, count // 2, count))
+                return sum(self._put(put, half, signal) for half in halves)
+            kind = f"{signal.noun}s that are too large for the hub"
+            self.faults.add(kind, Outcome.LEFT_OUT, f"one of {len(body)} bytes: {error}")
+            return 0
 
 
 def _is_evaluation(record: LogRecord) -> bool:

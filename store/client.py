@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 
 import httpx
 
-from spangrad.errors import HubUnreachableError, SpangradError, StoreError
+from spangrad.errors import HubUnreachableError, RequestTooLargeError, SpangradError, StoreError
 from spangrad.store.encoding import decode_json, encode_json
 from spangrad.store.faults import FAULTS_HEADER, Faults, faults_from_text
 from spangrad.store.records import (
@@ -40,6 +40,7 @@ from spangrad.store.wire import (
 )
 
 RETRY_S: Final = 5.0
+TOO_LARGE: Final = 413
 _FIRST_PAUSE_S: Final = 0.05
 _LAST_PAUSE_S: Final = 1.0
 
@@ -425,7 +426,8 @@ def _no_hub(url: str, answer: str) -> HubUnreachableError:
 def _error_from(response: httpx.Response, url: str) -> SpangradError:
     try:
         data = response.json()
-        return error_from_wire(data["error"], str(data["message"]))
+        kind = RequestTooLargeError.__name__ if response.status_code == TOO_LARGE else data["error"]
+        return error_from_wire(kind, str(data["message"]))
     except (ValueError, KeyError, TypeError):
         return StoreError(
             f"{url!r} answered {response.status_code}, and not like a hub: {response.text[:200]!r}"

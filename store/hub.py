@@ -56,6 +56,7 @@ from spangrad.store.tables.query import ARROW_TIMEOUT_S
 from spangrad.store.wire import LOGS_TYPE, SPANS_TYPE, logs_to_frames, spans_to_frames
 from spangrad.store.writer import GroupWriter
 from spangrad.tracer.conventions import SCOPE_GATEWAY
+from spangrad.tracer.periodically import Periodically
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +144,7 @@ class _Hub:
         self._on_invalidated = on_invalidated
         self._beside = beside
         self._writer = GroupWriter(store.put_batches, store.take_in)
+        self._said = Periodically()
         self._outages: set[type[SpangradError]] = set()
         """Kinds of them that have been logged since spans were stored the last time."""
 
@@ -216,7 +218,7 @@ class _Hub:
         if new + put_aside < len(spans):  # some were there before: they may have said something else
             faults.merge(await run_in_threadpool(self._store.conflicts, spans))
         headers = {NEW_SPANS_HEADER: str(new)}
-        return _taken(ExportTraceServiceResponse(), "rejected_spans", faults, headers, is_json)
+        return self._taken(ExportTraceServiceResponse(), "rejected_spans", faults, headers, is_json=is_json)
 
     async def logs(self, request: Request) -> Response:
         body = await _body(request)
@@ -230,7 +232,9 @@ class _Hub:
             return self._store.put_logs(sent, faults, author=author)
 
         headers = {NEW_LOGS_HEADER: str(await run_in_threadpool(put))}
-        return _taken(ExportLogsServiceResponse(), "rejected_log_records", faults, headers, is_json)
+        return self._taken(
+            ExportLogsServiceResponse(), "rejected_log_records", faults, headers, is_json=is_json
+        )
 
     async def stored_spans(self, request: Request) -> Response:
         arguments = await _arguments(request)
@@ -262,6 +266,21 @@ class _Hub:
             return Response(encode_json({"result": result}), media_type="application/json")
 
         return handler
+
+    def _taken(
+        self, reply: Any, rejected: str, faults: Faults, headers: dict[str, str], *, is_json: bool
+    ) -> Response:
+        """The answer to what was stored: what of it was left out or mended is in `partial_success`."""
+        if faults:
+            told = faults.told()
+            if self._said.due():
+                logger.warning("of what came not all was kept as it was: %s", told)
+            setattr(reply.partial_success, rejected, faults.count(Outcome.LEFT_OUT))
+            reply.partial_success.error_message = told
+            headers = {**headers, FAULTS_HEADER: faults_to_text(faults)}
+        if is_json:
+            return JSONResponse(MessageToDict(reply), headers=headers)
+        return Response(reply.SerializeToString(), media_type="application/x-protobuf", headers=headers)
 
     def _log_outage(self, error: SpangradError) -> None:
         if type(error) not in self._outages:
@@ -303,17 +322,6 @@ class _Hub:
 def _decode(body: bytes, is_json: bool) -> tuple[list[Span], Faults]:
     request, faults = trace_request(body, is_json=is_json)
     return spans_of(request), faults
-
-
-def _taken(reply: Any, rejected: str, faults: Faults, headers: dict[str, str], is_json: bool) -> Response:
-    """The answer to what was stored: what of it was left out is in `partial_success`."""
-    if faults:
-        setattr(reply.partial_success, rejected, faults.count(Outcome.LEFT_OUT))
-        reply.partial_success.error_message = faults.told()
-        headers = {**headers, FAULTS_HEADER: faults_to_text(faults)}
-    if is_json:
-        return JSONResponse(MessageToDict(reply), headers=headers)
-    return Response(reply.SerializeToString(), media_type="application/x-protobuf", headers=headers)
 
 
 def _is_json(request: Request) -> bool:

@@ -7,6 +7,7 @@
     |   +-- StoreLockedError              another process holds the file
     |   +-- StoreFullError                the disk is full; nothing was acknowledged
     |   +-- DatabaseFailedError           the database failed; the same may work later
+    |   +-- RequestTooLargeError          a hub does not take so much at once
     |   +-- SchemaVersionError            a newer spangrad wrote the file, or an older one
     |   +-- HubUnreachableError (ConnectionError)   no hub answers at that address
     |   +-- PermissionDeniedError (PermissionError) the key does not allow that
@@ -54,6 +55,10 @@ class StoreFullError(StoreError):
 
 class DatabaseFailedError(StoreError):
     """The database failed, whatever was asked of it; the same may work later."""
+
+
+class RequestTooLargeError(StoreError):
+    """A hub does not take so much at once; send it in parts."""
 
 
 class SchemaVersionError(StoreError):

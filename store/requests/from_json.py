@@ -65,6 +65,8 @@ def parsed(data: Any, signal: Signal) -> Any:
 def salvaged(data: Any, signal: Signal, faults: Faults) -> Any:
     """The request with what of it can be read. Raises one of `UNFIT` if the data is no request."""
     request = signal.request()
+    if isinstance(data, dict) and data and not data.keys() & set(signal.names(0)):
+        raise TypeError(f"{signal.json_names[0]!r} was expected, got {list(data)!r:.80}")
     _fill(request, data, signal, 0, faults)
     return request
 

@@ -35,6 +35,20 @@ class Signal:
         scopes = (scope for resource in getattr(request, outer) for scope in getattr(resource, middle))
         return sum(len(getattr(scope, inner)) for scope in scopes)
 
+    def part(self, request: Any, begin: int, end: int) -> Any:
+        """A copy of a request with some of its spans or log records."""
+        outer, middle, inner = self.fields
+        part = self.request()
+        part.CopyFrom(request)
+        for resource in getattr(part, outer):
+            for scope in getattr(resource, middle):
+                elements = getattr(scope, inner)
+                count = len(elements)
+                del elements[max(end, 0) :]
+                del elements[: max(begin, 0)]
+                begin, end = begin - count, end - count
+        return part
+
 
 SPANS: Final = Signal(
     "span",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.message import Message  # type: ignore[import-untyped]
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest

@@ -11,16 +11,19 @@ import pytest
 
 from spangrad.adapters import trace_faults
 from spangrad.adapters.ingest import NOT_TRACES, REPEATED, IngestReport, ingest
-from spangrad.store.faults import Outcome
+from spangrad.store.client import HubClient
+from spangrad.store.faults import Faults, Outcome
 from spangrad.store.file_store import OTHER_CONTENT, FileStore
 from spangrad.store.otlp import encode_request
 from spangrad.store.records import Span
 from spangrad.tracer import conventions as c
 from tests.adapters.building import span, text_attributes
 from tests.adapters.test_ingest import FIXTURES, MULTI_TURN, requests
+from tests.store.hub_process import HubProcess
 from tests.store.otlp_faults import (
     LEFT_OUT,
     MENDED,
+    attribute,
     json_logs,
     json_request,
     json_span,
@@ -259,6 +262,47 @@ def test_odd_traces_are_kept_and_counted_with_an_example(store: FileStore, tmp_p
     assert len(list(store.spans())) == len(spans)
 
 
+def test_calls_in_a_circle_of_parents_are_read(store: FileStore, tmp_path: Path) -> None:
+    parents = (("a", "b"), ("b", "a"), ("own", "own"), ("below", "own"))
+    spans = [
+        span(name, parent=parent, attributes=text_attributes(**{c.RESPONSE_ID: name}))
+        for name, parent in parents
+    ]
+    report = ingest([protobuf(tmp_path / "traces.pb", spans)], store)
+    assert (report.calls, report.by_grade) == (4, {"text": 4})
+    assert kinds(report) == {
+        trace_faults.CYCLES: (Outcome.KEPT, 2),
+        trace_faults.OWN_PARENTS: (Outcome.KEPT, 1),
+    }
+
+
+@pytest.mark.slow
+def test_an_attribute_of_50_megabytes_is_stored_whole(store: FileStore, tmp_path: Path) -> None:
+    text = "long " * (10 * 2**20)
+    file = jsonl(
+        tmp_path / "traces.jsonl",
+        json_request(json_span(1), json_span(2, **attribute({"stringValue": text}))),
+    )
+    report = ingest([file], store)
+    assert [one.attributes.get("x") for one in store.spans()] == [None, text]
+    assert kinds(report) == {trace_faults.OVERSIZED: (Outcome.KEPT, 1)}
+
+
+@pytest.mark.slow
+def test_what_a_hub_does_not_take_at_once_is_sent_in_parts(tmp_path: Path) -> None:
+    """The hub takes 64 MiB: spans of 40 and 66 have to go one by one, and the second one not even so."""
+    sizes = {"a": 40 * 2**20, "b": 66 * 2**20, "c": 1}
+    spans = [span(name, attributes={"x": name * size}) for name, size in sizes.items()]
+    with HubProcess(tmp_path / "hub.duckdb") as process, HubClient(process.url, timeout_s=120) as client:
+        report = ingest([protobuf(tmp_path / "traces.pb", spans)], client)
+        found = [len(one.attributes["x"]) for one in client.spans()]
+    assert sorted(found) == [1, 40 * 2**20]
+    assert kinds(report) == {
+        "spans that are too large for the hub": (Outcome.LEFT_OUT, 1),
+        trace_faults.OVERSIZED: (Outcome.KEPT, 1),
+    }
+
+
 def test_orphans_whose_parent_comes_later_are_none(store: FileStore, tmp_path: Path) -> None:
     parent, child = span("a"), span("b", parent="a")
     first = ingest([protobuf(tmp_path / "child.pb", [child])], store)
@@ -268,10 +312,7 @@ def test_orphans_whose_parent_comes_later_are_none(store: FileStore, tmp_path: P
 
 def test_a_long_chain_of_parents_costs_no_more_than_its_length(store: FileStore) -> None:
     spans = [span(f"s{n}", parent=f"s{n + 1}") for n in range(20_000)]
-    faults = ingest([], store).faults
-    from spangrad.store.faults import Faults
-
-    found = Faults(faults)
+    found = Faults()
     trace_faults.count_faults(spans, [], found)
     assert list(found) == [trace_faults.ORPHANS]
 

@@ -96,9 +96,16 @@ def test_a_body_that_is_no_otlp_is_400(tmp_path: Path, path: str) -> None:
     with hub_on(tmp_path / "s.duckdb") as (http, _):
         for body in (b"\xff\xfe garbage", b"hello", b"\n\x05hello"):
             assert http.post(path, content=body).status_code == 400
-        for text in (b"{", b"[]", b'"x"', b'{"resourceSpans": 3, "resourceLogs": 3}'):
+        for text in (b"{", b"[]", b'"x"', b'{"resourceSpans": 3, "resourceLogs": 3}', b'{"x": 1}'):
             answer = http.post(path, content=text, headers={"content-type": "application/json"})
             assert (answer.status_code, "no OTLP" in answer.json()["message"]) == (400, True)
+
+
+def test_spans_at_the_address_of_logs_are_400_and_not_lost_in_silence(tmp_path: Path) -> None:
+    with hub_on(tmp_path / "s.duckdb") as (http, _):
+        answer = http.post("/v1/logs", json=json_request(json_span(1)))
+        assert (answer.status_code, "'resourceLogs' was expected" in answer.json()["message"]) == (400, True)
+        assert http.post("/v1/logs", json={}).status_code == 200
 
 
 def test_a_span_with_the_id_of_a_stored_one_and_other_content_is_rejected(tmp_path: Path) -> None:
