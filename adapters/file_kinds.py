@@ -22,6 +22,7 @@ READ: Final = (
     "MLflow and others (JSON, JSON lines, Parquet), also packed with gzip or zstd"
 )
 EMPTY: Final = "an empty file"
+PLAIN_TEXT: Final = "plain text"
 _BLANK: Final = b"\xef\xbb\xbf \t\r\n"
 _MARK_AND_BLANK: Final = b"\xef\xbb\xbf \t\r"
 _OTLP_MARKS: Final = (b'"resourceSpans"', b'"resourceLogs"', b'"resourceMetrics"', b'"resourceProfiles"')
@@ -42,7 +43,9 @@ _MAGICS: Final = (
 _UTF16: Final = "text in UTF-16; convert it with `iconv -f UTF-16 -t UTF-8`"
 _CONTROL: Final = bytes(code for code in range(32) if code not in b"\t\n\r\f\x1b")
 """Bytes that no text has, and every protobuf message that holds another one."""
-_SEPARATORS: Final = ((b",", "comma-separated values (CSV)"), (b"\t", "tab-separated values"), (b";", "CSV"))
+_CSV: Final = "comma-separated values (CSV)"
+_SEPARATORS: Final = ((b",", _CSV), (b";", _CSV), (b"\t", "tab-separated values"))
+_SUFFIXES: Final = {".csv": _CSV, ".tsv": "tab-separated values"}
 
 
 class Framing(Enum):
@@ -72,6 +75,8 @@ def framing(path: Path) -> tuple[Framing, str]:
         ) from error
     kind, looks = _framing(head)
     packing = _packing(magic)
+    if looks == PLAIN_TEXT:
+        looks = next((name for suffix, name in _SUFFIXES.items() if suffix in path.suffixes), looks)
     return kind, f"{looks}, packed with {packing}" if looks and packing else looks
 
 
@@ -128,9 +133,10 @@ def _text_kind(text: bytes) -> str:
     if text.startswith(b"data:"):
         return "a recorded stream (server-sent events), not traces"
     for separator, name in _SEPARATORS:
-        if lines and min(line.count(separator) for line in lines) > 0:
+        counts = {line.count(separator) for line in lines}
+        if len(lines) > 1 and len(counts) == 1 and min(counts) > 0:
             return name
-    return "plain text"
+    return PLAIN_TEXT
 
 
 def _packing(magic: bytes) -> str:

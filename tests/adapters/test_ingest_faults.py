@@ -164,6 +164,8 @@ def test_only_so_many_broken_lines_are_listed_and_all_are_counted(store: FileSto
 UNREAD = {
     "table.csv": (b"id,input,output\n1,hi,hello\n2,ho,hallo\n", "comma-separated values (CSV)"),
     "table.tsv": (b"id\tinput\toutput\n1\thi\thello\n", "tab-separated values"),
+    "quoted.csv": (b'id,text\n1,"a, b, c"\n', "comma-separated values (CSV)"),
+    "prose.txt": (b"Well, it was fine.\nThe agent, as asked, did it, I think.\n", "plain text"),
     "notes.txt": ("Grüße\nThe agent was fine.\n".encode(), "plain text"),
     "latin.txt": (b"caf\xe9 au lait\n", "plain text"),
     "windows.jsonl": (MULTI_TURN.read_text().encode("utf-16"), "text in UTF-16; convert it"),
