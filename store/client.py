@@ -6,6 +6,7 @@ a claim or requeue is repeated only if the hub can't have seen it; an answer tha
 to be that.
 """
 
+import logging
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -38,6 +39,8 @@ from spangrad.store.wire import (
     records_from_wire,
     spans_from_frames,
 )
+
+logger = logging.getLogger(__name__)
 
 RETRY_S: Final = 5.0
 TOO_LARGE: Final = 413
@@ -72,14 +75,14 @@ class HubClient:
     def put_otlp(self, request: bytes, faults: Faults | None = None) -> int:
         """Store an OTLP `ExportTraceServiceRequest` (protobuf). Returns how many spans were new.
 
-        What was not stored, or not as it came, is counted in `faults`.
+        What was not stored, or not as it came, is counted in `faults`, or said in a warning.
         """
         return self._put("/v1/traces", request, "x-spangrad-new-spans", faults)
 
     def put_logs(self, request: bytes, faults: Faults | None = None) -> int:
         """Store an OTLP `ExportLogsServiceRequest` (protobuf). Returns how many records were new.
 
-        What was not stored, or not as it came, is counted in `faults`.
+        What was not stored, or not as it came, is counted in `faults`, or said in a warning.
         """
         return self._put("/v1/logs", request, "x-spangrad-new-logs", faults)
 
@@ -349,8 +352,12 @@ class HubClient:
         count = response.headers.get(header, "")
         if not count.isdecimal():
             raise _no_hub(self.url, response.text)
-        if faults is not None and (told := response.headers.get(FAULTS_HEADER)):
-            faults.merge(faults_from_text(told))
+        if told := response.headers.get(FAULTS_HEADER):
+            found = faults_from_text(told)
+            if faults is not None:
+                faults.merge(found)
+            else:
+                logger.warning("%s kept not all as it was: %s", self.url, found.told())
         return int(count)
 
     def _stream(

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from spangrad.errors import StoreError
 from spangrad.store.faults import Faults, Outcome
-from spangrad.store.otlp import decode_request, encode_request, records_of, spans_of
+from spangrad.store.otlp import encode_request, records_of, spans_of
 from spangrad.store.records import (
     LogRecord,
     Policy,
@@ -203,7 +203,10 @@ class FileStore:
 
     def _put_spooled(self, record: bytes) -> None:
         try:
-            self.take_in(decode_request(record)[0])
+            message, found = trace_request(record)
+            self.take_in(spans_of(message))
+            if found.count(Outcome.LEFT_OUT):
+                raise StoreError(found.told())
         except (*OUTAGES, MemoryError):
             raise
         except Exception as error:  # boundary: it must not hold up the records behind it

@@ -143,6 +143,23 @@ def test_half_lines_and_bad_lines_are_counted_apart(store: FileStore, tmp_path: 
     assert report.faults["cut short"].example.startswith(f"{file}:3: ")
 
 
+def test_of_a_cut_protobuf_file_the_messages_before_the_cut_are_read(
+    store: FileStore, tmp_path: Path
+) -> None:
+    """Half a message is left out: it may lack what its spans are of, and the whole file can follow."""
+    bodies = [wire_request(b"first"), wire_request(b"first", b"second")]
+    whole = b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
+    file = tmp_path / "traces.pb"
+    file.write_bytes(whole[:-10])
+    report = ingest([file], store)
+    assert (names(store), kinds(report)) == (["first"], {"cut short": (Outcome.LEFT_OUT, 1)})
+    file.write_bytes(whole)
+    assert kinds(ingest([file], store)) == {REPEATED: (Outcome.KEPT, 2)}
+    assert names(store) == ["first", "second"]
+    file.write_bytes(bodies[0][:-10])
+    assert ingest([file], store).broken_files == 1
+
+
 def test_half_of_a_packed_file_gives_what_is_there(store: FileStore, tmp_path: Path) -> None:
     lines = MULTI_TURN.read_bytes().splitlines()
     file = tmp_path / "traces.jsonl.gz"

@@ -120,6 +120,11 @@ MENDED: dict[str, tuple[dict[str, Any], str, Any]] = {
     "a number as text": (attribute({"stringValue": 5}), "values of another type than they say", "5"),
     "a word as number": (attribute({"doubleValue": "fast"}), "values of another type than they say", "fast"),
     "infinity": (attribute({"doubleValue": float("inf")}), "NaN or Infinity without quotes", float("inf")),
+    "a field that OTLP does not have": (
+        {**attribute({"stringValue": "a"}), "color": {"red": 1}},
+        "fields that OTLP does not have, left off",
+        "a",
+    ),
     "a surrogate deep inside": (
         attribute(
             {

@@ -246,6 +246,16 @@ def test_a_spooled_record_that_can_not_be_stored_blocks_neither_the_others_nor_t
         assert store.put_otlp(path.with_name("s.duckdb.rejected").read_bytes()) == 1
 
 
+def test_a_spooled_record_with_a_bad_span_is_put_aside_beside_its_good_ones(tmp_path: Path) -> None:
+    path, good = tmp_path / "s.duckdb", span(new_trace())
+    record = request([good, replace(good, trace_id="00" * 16)])
+    Spool(f"{path}.spool").append(record)
+    with FileStore(path) as store:
+        assert [one.span_id for one in store.spans()] == [good.span_id]
+        assert store.put_aside == 1
+    assert path.with_name("s.duckdb.rejected").read_bytes() == record
+
+
 def test_a_mistake_in_our_code_does_not_block_the_opening(tmp_path: Path) -> None:
     path, record = tmp_path / "s.duckdb", request([span(new_trace())])
     Spool(f"{path}.spool").append(record)
