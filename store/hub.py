@@ -49,8 +49,8 @@ from spangrad.store.migrations import SCHEMA_VERSION
 from spangrad.store.operations import AUTHORS, OPERATIONS, run_operation
 from spangrad.store.otlp import json_logs_to_protobuf, spans_of
 from spangrad.store.records import Span
-from spangrad.store.streaming import stream
 from spangrad.store.requests import trace_request
+from spangrad.store.streaming import stream
 from spangrad.store.tables.database import OUTAGES
 from spangrad.store.tables.query import ARROW_TIMEOUT_S
 from spangrad.store.wire import LOGS_TYPE, SPANS_TYPE, logs_to_frames, spans_to_frames
