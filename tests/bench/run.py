@@ -11,24 +11,35 @@ from functools import partial
 from tests.bench import capture_benches as capture
 from tests.bench.benches import BENCHES
 from tests.bench.figures import Figure, show_figures
+from tests.bench.large_store import bench_large
 from tests.bench.pairs import Pair, show
+from tests.bench.store_benches import bench_floor, bench_growth, bench_ingest
+from tests.bench.tree_benches import bench_trees
 
 
 def main() -> None:
-    """Run the named benchmarks, by default all, and print a table of pairs and one of figures."""
+    """Run the named benchmarks, by default all that are quick, and print tables of pairs and of figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     known = [*BENCHES, *FIGURES]
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
     parser.add_argument("--peers", nargs="*", default=[], metavar="PYTHON", help="with other tracers")
     parser.add_argument("--agl-server", metavar="PATH", help="`agl-server` of agentlightning 1.0.2")
+    parser.add_argument("--agl-03", metavar="PYTHON", help="with agentlightning 0.3.0")
+    parser.add_argument("--agl-verl", metavar="PYTHON", help="with agentlightning 1.0.2, verl and torch")
+    parser.add_argument("--large", metavar="PATH", help="a store for `large`, made if it is not there")
     parser.add_argument("--calls", type=int, default=20_000, help="of `memory`; its limits are of 100000")
     options = parser.parse_args()
-    names: list[str] = options.names or known
+    names: list[str] = options.names or [name for name in known if name not in SLOW]
     measured: dict[str, Callable[[], list[Figure]]] = {
         "calls": partial(capture.bench_calls, options.peers),
         "gateway": partial(capture.bench_gateway, options.agl_server),
         "memory": partial(capture.bench_memory, calls=options.calls),
         "imports": capture.bench_imports,
+        "ingest": partial(bench_ingest, options.agl_03),
+        "growth": bench_growth,
+        "floor": bench_floor,
+        "trees": partial(bench_trees, options.agl_03, options.agl_verl),
+        "large": partial(bench_large, options.large),
     }
     if unknown := sorted(set(names) - set(known)):
         parser.error(
@@ -50,7 +61,9 @@ def main() -> None:
     print(f"{time.monotonic() - started:.0f} s; ratios are of time per item: 1 is free, 2 is twice as slow")
 
 
-FIGURES = ("calls", "gateway", "memory", "imports")
+FIGURES = ("calls", "gateway", "memory", "imports", "ingest", "growth", "floor", "trees", "large")
+SLOW = ("large",)
+"""Only when named."""
 
 
 if __name__ == "__main__":
