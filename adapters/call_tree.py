@@ -9,20 +9,15 @@ Invariants:
   own prompt, or it begins a branch of its own;
 * every sampled token of every call with ids belongs to exactly one node;
 * no token is changed, dropped or tokenised again;
-* iterative, and near-linear in the number of tokens: sequences are kept sorted, and a
-  lookup compares a sequence with its neighbours.
+* iterative, and linear in the number of tokens where calls continue calls.
 """
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from spangrad.adapters.model_call import Choice, Grade, ModelCall
-
-TokenIds = NDArray[np.int32]
+from spangrad.adapters.packed import as_ids
+from spangrad.adapters.sequences import Ids, Sequences, TokenIds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,9 +30,8 @@ class CallNode:
     choice_index: int
     step_index: int
     """0, 1, ...: order of the call inside its rollout, calls without ids counted too."""
-    token_ids: TokenIds
-    """Prompt and reply."""
-    prompt_length: int
+    ids: Ids
+    """Prompt and reply, packed."""
     parent: int | None
     """Node that this one continues: its whole `token_ids` begin this prompt."""
     shared_with: int | None
@@ -45,6 +39,21 @@ class CallNode:
     another one."""
     shared_length: int
     """How many tokens that beginning has: a fork differs at this position."""
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """Prompt and reply, as an array that is made each time."""
+        return self.ids.array()
+
+    @property
+    def prompt_length(self) -> int:
+        """How many of the ids are the prompt's."""
+        return self.ids.prompt_length
+
+    @property
+    def length(self) -> int:
+        """How many ids it has."""
+        return len(self.ids)
 
     @property
     def choice(self) -> Choice:
@@ -95,7 +104,7 @@ def build_tree(calls: Sequence[ModelCall]) -> CallTree:
     Each choice of a call (`n > 1`) is a branch of its own. Where two earlier nodes hold the same ids, the
     first of them is continued.
     """
-    known = _Sequences()
+    known = Sequences()
     nodes: list[CallNode] = []
     left_out: list[ModelCall] = []
     for step_index, call in enumerate(in_order(calls)):
@@ -103,97 +112,25 @@ def build_tree(calls: Sequence[ModelCall]) -> CallTree:
         if not replies or call.prompt_token_ids is None:
             left_out.append(call)
             continue
-        prompt = np.asarray(call.prompt_token_ids, dtype=np.int32)
-        parent = known.longest_beginning(prompt)
-        for choice_index, reply in replies:
-            token_ids = np.concatenate([prompt, reply])
-            shared_with, shared_length = known.most_in_common(token_ids)
-            known.insert(token_ids, len(nodes))
+        prompt = as_ids(call.prompt_token_ids)
+        found = known.find(prompt)
+        parent = known.beginning(found)
+        for number, (choice_index, reply) in enumerate(replies):
+            ids = Ids(prompt, reply)
+            shared_with, shared_length = known.add(ids, len(nodes), known.find(prompt) if number else found)
+            if parent is not None and shared_length == nodes[parent].length:
+                shared_with = parent
             nodes.append(
-                CallNode(
-                    index=len(nodes),
-                    call=call,
-                    choice_index=choice_index,
-                    step_index=step_index,
-                    token_ids=token_ids,
-                    prompt_length=len(prompt),
-                    parent=parent,
-                    shared_with=_prefer_parent(nodes, parent, shared_with, shared_length),
-                    shared_length=shared_length,
-                )
+                CallNode(len(nodes), call, choice_index, step_index, ids, parent, shared_with, shared_length)
             )
     return CallTree(nodes, left_out)
 
 
-def _prefer_parent(
-    nodes: Sequence[CallNode], parent: int | None, shared_with: int | None, shared_length: int
-) -> int | None:
-    if parent is not None and shared_length == len(nodes[parent].token_ids):
-        return parent
-    return shared_with
-
-
-def _replies(call: ModelCall) -> list[tuple[int, TokenIds]]:
+def _replies(call: ModelCall) -> list[tuple[int, bytes]]:
     if call.grade is Grade.UNUSABLE or not call.prompt_token_ids:
         return []
     return [
-        (index, np.asarray(choice.sampled_token_ids, dtype=np.int32))
+        (index, as_ids(choice.sampled_token_ids))
         for index, choice in enumerate(call.choices)
         if choice.sampled_token_ids
     ]
-
-
-class _Sequences:
-    """Token sequences of nodes in lexicographic order of their bytes.
-
-    In that order everything between a sequence and one that it begins has that beginning too, so the
-    longest common beginning is always with a neighbour.
-    """
-
-    def __init__(self) -> None:
-        self._sorted: list[bytes] = []
-        self._nodes: list[int] = []
-
-    def insert(self, token_ids: TokenIds, node: int) -> None:
-        """Add a node's sequence; the first node of equal ones stands for them."""
-        key = token_ids.tobytes()
-        at = bisect_left(self._sorted, key)
-        if at == len(self._sorted) or self._sorted[at] != key:
-            self._sorted.insert(at, key)
-            self._nodes.insert(at, node)
-
-    def longest_beginning(self, token_ids: TokenIds) -> int | None:
-        """The node with the longest sequence that begins `token_ids`."""
-        length = len(token_ids)
-        while length > 0:
-            at = bisect_right(self._sorted, token_ids[:length].tobytes()) - 1
-            if at < 0:
-                return None
-            before = _from_bytes(self._sorted[at])
-            common = _common(before, token_ids[:length])
-            if common == len(before):
-                return self._nodes[at]
-            length = common
-        return None
-
-    def most_in_common(self, token_ids: TokenIds) -> tuple[int | None, int]:
-        """A node with the longest beginning in common with `token_ids`, and its length."""
-        at = bisect_left(self._sorted, token_ids.tobytes())
-        best, longest = None, 0
-        for neighbour in range(max(at - 1, 0), min(at + 1, len(self._sorted))):
-            common = _common(_from_bytes(self._sorted[neighbour]), token_ids)
-            if common > longest:
-                best, longest = self._nodes[neighbour], common
-        return best, longest
-
-
-def _from_bytes(key: bytes) -> TokenIds:
-    return np.frombuffer(key, dtype=np.int32)
-
-
-def _common(left: TokenIds, right: TokenIds) -> int:
-    """Length of the common beginning."""
-    length = min(len(left), len(right))
-    different = left[:length] != right[:length]
-    position = int(different.argmax()) if length else 0
-    return position if length and different[position] else length

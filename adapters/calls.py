@@ -10,12 +10,12 @@ Invariants:
 * no call of an attempt that is over reaches a trainer (`calls_of`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from spangrad.adapters.dialects import DIALECTS, NO_DIALECT, recognise
 from spangrad.adapters.dialects.dialect import Names
+from spangrad.adapters.dialects.growing import read_together
 from spangrad.adapters.grading import grade
 from spangrad.adapters.log_events import with_logs
 from spangrad.adapters.merging import cluster, mark_repeated, merge
@@ -34,7 +34,9 @@ NO_NAMES: Final = Names()
 def calls_from_spans(spans: Iterable[Span], records: Iterable[LogRecord] = ()) -> list[ModelCall]:
     """Every model call that the spans and their log records tell of, graded, ordered by start time."""
     by_id = {(span.trace_id, span.span_id): span for span in with_logs(spans, records)}
-    told = [_with_context(_read(span), by_id) for span in by_id.values() if _is_readable(span)]
+    with read_together():
+        read = [DIALECTS[name].read(span) for name, span in _readable(by_id.values())]
+    told = [_filled_in(reading, by_id) for reading in read]
     readings = with_server_spans(join_parts(told), by_id.values())
     parents = {key: span.parent_span_id for key, span in by_id.items()}
     groups = cluster(readings, parents)
@@ -153,16 +155,14 @@ def _listed(values: Sequence[Any] | None) -> list[Any] | None:
     return None if values is None else list(values)
 
 
-def _is_readable(span: Span) -> bool:
-    dialect = recognise(span)
-    return dialect is not None and dialect != NO_DIALECT
+def _readable(spans: Iterable[Span]) -> Iterator[tuple[str, Span]]:
+    for span in spans:
+        dialect = recognise(span)
+        if dialect is not None and dialect != NO_DIALECT:
+            yield dialect, span
 
 
-def _read(span: Span) -> Reading:
-    return DIALECTS[str(recognise(span))].read(span)
-
-
-def _with_context(reading: Reading, by_id: Mapping[tuple[str, str], Span]) -> Reading:
+def _filled_in(reading: Reading, by_id: Mapping[tuple[str, str], Span]) -> Reading:
     """Fill in what only the span's ancestors say: agent, step, rollout, attempt, conversation."""
     span, seen = reading.span, dict[str, None]()
     agent, step, index = reading.agent_name, reading.step_name, reading.step_index
@@ -186,16 +186,10 @@ def _with_context(reading: Reading, by_id: Mapping[tuple[str, str], Span]) -> Re
         if span is reading.span and (with_parent := DIALECTS[reading.dialect].with_parent) is not None:
             reading = with_parent(reading, parent)
         span = parent
-    return replace(
-        reading,
-        agent_name=agent,
-        step_name=step,
-        step_index=index,
-        rollout_id=rollout,
-        conversation_id=conversation,
-        attempt=attempt,
-        ancestor_span_ids=tuple(seen)[1:],
-    )
+    reading.agent_name, reading.step_name, reading.step_index = agent, step, index
+    reading.rollout_id, reading.attempt, reading.conversation_id = rollout, attempt, conversation
+    reading.ancestor_span_ids = tuple(seen)[1:]
+    return reading
 
 
 def _call(reading: Reading, group: Sequence[Reading]) -> ModelCall:

@@ -5,9 +5,10 @@ A pure function of one (merged) reading. Every rule is a row of the table in
 the same for all calls with that reason, so that reasons can be counted.
 """
 
-import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
+
+import numpy as np
 
 from spangrad.adapters.dialects.decoding import FAILED_FINISHES
 from spangrad.adapters.messages import NO_CHAT_FORM
@@ -152,7 +153,7 @@ def _doubts(reading: Reading) -> Iterator[str]:
         yield from _choice_doubts(index, choice)
     yield from _unknown_ends(reading)
     yield from _miscounted(reading)
-    if reading.is_constrained or is_constrained({**reading.sampling, "tools": reading.tools}):
+    if reading.is_constrained or is_constrained(_request_of(reading)):
         yield "sampled under constraint"
     asked = {name for name, value in reading.sampling.items() if value is not None}
     if reading.unknown_defaults is not None and (left_out := _WITH_DEFAULTS - asked):
@@ -178,8 +179,14 @@ def _miscounted(reading: Reading) -> Iterator[str]:
         yield f"usage contradicts the token ids: {count} sampled tokens were counted, {ids} ids came"
 
 
+def _request_of(reading: Reading) -> Mapping[str, Any]:
+    return {**reading.sampling, "tools": reading.tools} if reading.tools else reading.sampling
+
+
 def _processing(reading: Reading, besides: Collection[str] = ()) -> str:
     """What was done to the distribution before sampling, as text; `besides` is left out."""
+    if _NEUTRAL.keys().isdisjoint(reading.sampling):
+        return ""
     asked = {name: reading.sampling[name] for name in _NEUTRAL if name in reading.sampling}
     return ", ".join(
         f"{name} {value}"
@@ -194,13 +201,20 @@ def _choice_doubts(index: int, choice: Choice) -> Iterator[str]:
         yield f"no logprobs: choice {index}"
     elif (found := len(choice.logprobs)) != count:
         yield f"logprobs don't cover the reply: choice {index} has {found} for {count} sampled ids"
-    elif MISSING_LOGPROB in choice.logprobs:
-        place = list(choice.logprobs).index(MISSING_LOGPROB)
-        yield f"a logprob is missing: choice {index} has {MISSING_LOGPROB} at token {place}"
-    elif any(not math.isfinite(value) or value > 0 for value in choice.logprobs):
-        yield f"a logprob is no logprob: choice {index} has a value that is positive or not finite"
+    else:
+        yield from _logprob_doubts(index, choice.logprobs)
     versions = choice.policy_versions
-    if versions is None or any(version < 0 for version in versions):
+    if versions is None or (len(versions) and min(versions) < 0):
         yield f"policy version unknown: choice {index}"
     elif (found := len(versions)) != count:
         yield f"policy versions don't cover the reply: choice {index} has {found} for {count} sampled ids"
+
+
+def _logprob_doubts(index: int, logprobs: Sequence[float]) -> Iterator[str]:
+    values = np.asarray(logprobs)
+    if not values.size or (np.maximum.reduce(values) <= 0 and np.minimum.reduce(values) > MISSING_LOGPROB):
+        return
+    if missing := np.flatnonzero(values == MISSING_LOGPROB).tolist():
+        yield f"a logprob is missing: choice {index} has {MISSING_LOGPROB} at token {missing[0]}"
+    elif not np.isfinite(values).all() or (values > 0).any():
+        yield f"a logprob is no logprob: choice {index} has a value that is positive or not finite"

@@ -66,6 +66,8 @@ def merge(group: Sequence[Reading]) -> Reading:
     Gateway spans of retries that failed are part of the group and say nothing about the outcome.
     """
     namer = group[0]
+    if len(group) == 1:
+        return namer
     content = max(group, key=_content_quality)
     others = [content, *group]
     told = [content, *(reading for reading in group if not reading.is_gateway)]

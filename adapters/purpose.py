@@ -68,6 +68,7 @@ KNOWN_PROMPTS: Final = (
 )
 """(name, purpose, how the system message or the last user message begins), as the programs have them."""
 _COMPILED: Final = tuple((name, purpose, re.compile(text, re.I)) for name, purpose, text in KNOWN_PROMPTS)
+_ANY: Final = re.compile("|".join(f"(?:{text})" for _, _, text in KNOWN_PROMPTS), re.I)
 _BEGINNING: Final = 400
 
 
@@ -84,7 +85,7 @@ def purpose_of(reading: Reading) -> tuple[Purpose, str | None]:
             if pattern.fullmatch(name):
                 return purpose, f"step name: {reading.step_name}"
     if not reading.tools:
-        beginnings = _beginnings(reading)
+        beginnings = [beginning for beginning in _beginnings(reading) if _ANY.match(beginning)]
         for known, purpose, pattern in _COMPILED:
             if any(pattern.match(beginning) for beginning in beginnings):
                 return purpose, f"known prompt: {known}"

@@ -13,9 +13,13 @@ from spangrad.adapters.model_call import Choice, Purpose
 from spangrad.store.records import Span
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reading:
-    """One span's account of a model call. `None` and empty mean that the span does not say."""
+    """One span's account of a model call. `None` and empty mean that the span does not say.
+
+    Whoever made one fills it in; from then on nobody changes it. Not frozen: that makes forty fields three
+    times as slow.
+    """
 
     span: Span
     dialect: str

@@ -272,7 +272,7 @@ def _row(
     values = np.zeros(length, dtype=np.float64)
     segments = []
     for node in nodes:
-        start, stop = node.prompt_length, len(node.token_ids)
+        start, stop = node.prompt_length, node.length
         mask[start:stop] = True
         values[start:stop] = _advantage(node, advantages)
         behavior = node.choice.logprobs

@@ -5,13 +5,16 @@ Knows JSON and packed bytes in attributes; it does not know which attributes a d
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from spangrad.adapters.dialects.growing import growing_messages
+from spangrad.adapters.messages import chat_messages
+from spangrad.adapters.packed import Packed, packed_ints
 from spangrad.errors import DialectError
 from spangrad.store.records import Span
-from spangrad.tracer import conventions as c
 
 T = TypeVar("T")
 
@@ -76,8 +79,16 @@ class Decoder:
             self.faults.append(f"unreadable: {name}: {error}")
             return None
 
-    def unpack(self, name: str, unpacking: Callable[[bytes], list[T]]) -> list[T] | None:
-        """The packed attribute as a list."""
+    def messages(self, name: str) -> list[dict[str, Any]] | None:
+        """The attribute as chat messages; a shape that can't be read is a fault."""
+        value = self.attributes.get(name)
+        if isinstance(value, str):
+            with suppress(ValueError, TypeError, RecursionError, DialectError):  # told below
+                return growing_messages(value, self.notes)
+        return self.convert(name, lambda recorded: chat_messages(recorded, self.notes))
+
+    def unpack(self, name: str, unpacking: Callable[[bytes], T]) -> T | None:
+        """The packed attribute as what it holds."""
         value = self.attributes.get(name)
         if value is None:
             return None
@@ -87,10 +98,10 @@ class Decoder:
             self.faults.append(f"unreadable: {name}: {error}")
             return None
 
-    def token_ids(self, name: str) -> list[int] | None:
+    def token_ids(self, name: str) -> Packed[int] | None:
         """The packed attribute as token ids; None, and told, if one is negative: padding, and no id."""
-        ids = self.unpack(name, c.unpack_ints)
-        if ids and (lowest := int(np.frombuffer(self.attributes[name], dtype="<i4").min())) < 0:
+        ids = self.unpack(name, packed_ints)
+        if ids and (lowest := int(np.minimum.reduce(np.asarray(ids)))) < 0:
             self.token_losses.append(f"a token id is negative: {name} has {lowest} at {ids.index(lowest)}")
             return None
         return ids

@@ -34,7 +34,7 @@ CACHE_HIT: Final = "litellm.cache_hit"
 USAGE: Final = "metadata.usage_object"
 CALL_TYPES: Final = frozenset({"completion", "responses", "anthropic_messages"}) | CALL_OPERATIONS
 """Of these, `a` before them and `embedding` are the calls; reranking, speech and so on are none."""
-OTHER_CALLBACKS: Final = ("openinference.span.kind", "langfuse.observation.type")
+OTHER_CALLBACKS: Final = frozenset({"openinference.span.kind", "langfuse.observation.type"})
 """Attributes of LiteLLM's callbacks for other systems, which write those systems' words."""
 RAW: Final = "llm."
 _ONLY_RESPONSE: Final = frozenset(
@@ -47,7 +47,7 @@ _NOT_LITERAL: Final = (ValueError, SyntaxError, MemoryError, RecursionError, Typ
 
 def wrote(span: Span) -> bool:
     """Whether this callback wrote the span, or put what it knows on a span above its own."""
-    if any(name in span.attributes for name in OTHER_CALLBACKS):
+    if not OTHER_CALLBACKS.isdisjoint(span.attributes):
         return False
     return span.scope == SCOPE or CALL_ID in span.attributes or span.name == CALL_NAME
 

@@ -16,8 +16,9 @@ from typing import Any, Final
 
 from spangrad.adapters.dialects.decoding import FAILED_FINISHES, FINISHES_DIFFER, Decoder, finish_reason
 from spangrad.adapters.dialects.dialect import Dialect
-from spangrad.adapters.messages import chat_messages, chat_tools, system_messages
+from spangrad.adapters.messages import chat_tools, system_messages
 from spangrad.adapters.model_call import Choice, Purpose
+from spangrad.adapters.packed import packed_floats, packed_ints
 from spangrad.adapters.reading import Reading, parsed, text, whole_number
 from spangrad.adapters.scrubbing import scrubbed
 from spangrad.store.records import Span
@@ -149,22 +150,20 @@ def _messages(attributes: Mapping[str, Any], decoder: Decoder) -> list[dict[str,
         else:
             convert = decoder.convert(SYSTEM_INSTRUCTIONS, lambda v: system_messages(v, decoder.notes))
             system = convert or []
-    return system + (decoder.convert(c.INPUT_MESSAGES, lambda v: chat_messages(v, decoder.notes)) or [])
+    return system + (decoder.messages(c.INPUT_MESSAGES) or [])
 
 
 def _choices(attributes: Mapping[str, Any], decoder: Decoder) -> list[Choice]:
-    outputs = decoder.json(c.OUTPUT_MESSAGES)
-    messages = (
-        decoder.convert(c.OUTPUT_MESSAGES, lambda v: chat_messages(v, decoder.notes)) if outputs else []
-    )
-    if not isinstance(outputs, list) or messages is None or len(messages) != len(outputs):
-        outputs = [{} for _ in messages or ()]
+    messages = decoder.messages(c.OUTPUT_MESSAGES) or []
     reasons = _finish_reasons(attributes)
-    count = max(len(messages or ()), len(reasons) if not messages else 0, _packed_choices(attributes))
+    count = max(len(messages), len(reasons) if not messages else 0, _packed_choices(attributes))
+    outputs = decoder.json(c.OUTPUT_MESSAGES) if messages else ()
+    if len(outputs) != len(messages):
+        outputs = [{} for _ in messages]
     choices = []
     for index in range(count):
-        known = index < len(messages or ())
-        message = messages[index] if messages and known else {"role": "assistant", "content": None}
+        known = index < len(messages)
+        message = messages[index] if known else {"role": "assistant", "content": None}
         told = reasons[index] if index < len(reasons) else None
         own = outputs[index].get("finish_reason") if known else None
         choices.append(
@@ -172,8 +171,8 @@ def _choices(attributes: Mapping[str, Any], decoder: Decoder) -> list[Choice]:
                 message=message,
                 finish_reason=_finish(index, told, own if isinstance(own, str) else None, decoder),
                 sampled_token_ids=decoder.token_ids(c.choice_key(c.SAMPLED_TOKEN_IDS, index)),
-                logprobs=decoder.unpack(c.choice_key(c.SAMPLED_LOGPROBS, index), c.unpack_floats),
-                policy_versions=decoder.unpack(c.choice_key(c.POLICY_VERSIONS, index), c.unpack_ints),
+                logprobs=decoder.unpack(c.choice_key(c.SAMPLED_LOGPROBS, index), packed_floats),
+                policy_versions=decoder.unpack(c.choice_key(c.POLICY_VERSIONS, index), packed_ints),
             )
         )
     return choices

@@ -33,23 +33,28 @@ _CONTENT: Final = re.compile("prompt|completion|messages|tokens")
 NO_DIALECT: Final = "no dialect"
 """A model call, told in a way that spangrad does not read."""
 
-IN_ORDER: Final[tuple[Dialect, ...]] = (
+MARKED: Final[tuple[Dialect, ...]] = (
     # Marks that only they have.
     *(SPANGRAD, PLAIN_CHAT, AGENT_LIGHTNING, OPENINFERENCE, LANGFUSE, MLFLOW, LANGSMITH, LITELLM),
     *(LOGFIRE, PYDANTIC_AI, VLLM_SERVER),
     # The conventions of one year or another; the ones above use them, too.
-    *(OPENLLMETRY_LEGACY, OPENLLMETRY, GENAI_LEGACY, GENAI_EVENTS, GENAI_GENERIC, OTEL_GENAI),
+    *(OPENLLMETRY_LEGACY, OPENLLMETRY),
 )
+OF_CALLS: Final[tuple[Dialect, ...]] = (GENAI_LEGACY, GENAI_EVENTS, GENAI_GENERIC, OTEL_GENAI)
+"""They wrote nothing but what the conventions call a call."""
+IN_ORDER: Final[tuple[Dialect, ...]] = (*MARKED, *OF_CALLS)
 """A new dialect is one file and one row here."""
 DIALECTS: Final[Mapping[str, Dialect]] = {each.name: each for each in IN_ORDER}
 
 
 def recognise(span: Span) -> str | None:
     """The dialect of a model-call span; `NO_DIALECT` for one nobody here reads; None for other spans."""
-    for dialect in IN_ORDER:
+    for dialect in MARKED:
         if dialect.wrote(span):
             return dialect.name if dialect.is_call(span) else None
-    return NO_DIALECT if is_call(span) or looks_like_a_call(span) else None
+    if not is_call(span):
+        return NO_DIALECT if looks_like_a_call(span) else None
+    return next((dialect.name for dialect in OF_CALLS if dialect.wrote(span)), NO_DIALECT)
 
 
 def looks_like_a_call(span: Span) -> bool:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spangrad.adapters.call_tree import CallTree, build_tree
-from spangrad.adapters.model_call import Grade
+from spangrad.adapters.model_call import Grade, ModelCall
 from tests.adapters.building import call
 from tests.reference.estimators import continued, longest_common_beginning
 
@@ -165,3 +165,16 @@ def test_the_tree_agrees_with_the_reference_and_holds_every_sampled_token_once(s
     on_paths = {node.index for path in tree.paths() for node in path}
     assert on_paths == set(range(len(tree.nodes)))
     assert json.dumps(parents(tree))
+
+
+def test_turns_of_many_agents_in_turns_are_a_chain_each():
+    ids = {agent: [7, agent, 9] for agent in range(20)}
+    calls: list[ModelCall] = []
+    for turn in range(4):
+        for agent, before in ids.items():
+            prompt = [*before, 100 + turn]
+            calls.append(call(f"{turn}-{agent:02d}", prompt, [200 + turn], start_ns=len(calls)))
+            ids[agent] = [*prompt, 200 + turn]
+    assert [[name.split("-")[1] for name in path] for path in paths(build_tree(calls))] == [
+        [f"{agent:02d}"] * 4 for agent in range(20)
+    ]
