@@ -10,12 +10,13 @@ Invariants:
 * traces whose calls are not in the tables yet are counted.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from spangrad.adapters.grading import TOOLS_UNKNOWN
-from spangrad.adapters.model_call import Grade
+from spangrad.adapters.model_call import Grade, Purpose
 from spangrad.store.base import Store
 from spangrad.store.records import DEFAULT_REWARD
 
@@ -139,16 +140,19 @@ ADVICE: Final[Mapping[str, str]] = {
 }
 """Kind of reason -> what to do where the calls were recorded."""
 
-_GRADES_SQL: Final = """
-SELECT grade, count(*) AS calls, count(DISTINCT rollout_id) AS rollouts,
-  coalesce(sum(sampled_tokens), 0)::BIGINT AS sampled_tokens, count(sampled_tokens) AS calls_with_tokens
-FROM calls WHERE purpose = 'agent' GROUP BY grade
-"""
+_COUNTS_SQL: Final = "SELECT purpose, dialect, grade, count(*) AS calls FROM calls GROUP BY ALL"
 _REASONS_SQL: Final = """
-SELECT split_part(reason, ': ', 1) AS reason, count(DISTINCT call_id) AS calls, min(reason) AS example
-FROM (SELECT call_id, unnest(grade_reasons) AS reason FROM calls WHERE purpose = 'agent')
-GROUP BY ALL ORDER BY calls DESC, reason
+WITH lists AS (
+  SELECT row_number() OVER () AS list, reasons, calls FROM (
+    SELECT grade_reasons AS reasons, count(*) AS calls FROM calls
+    WHERE purpose = 'agent' AND len(grade_reasons) > 0 GROUP BY grade_reasons)),
+kinds AS (
+  SELECT list, split_part(told, ': ', 1) AS kind, min(told) AS example, any_value(calls) AS calls
+  FROM (SELECT list, calls, unnest(reasons) AS told FROM lists) GROUP BY list, kind)
+SELECT kind AS reason, sum(calls)::BIGINT AS calls, min(example) AS example
+FROM kinds GROUP BY kind ORDER BY calls DESC, reason
 """
+"""Many calls have the same reasons, word for word: those are counted before they are taken apart."""
 _REWARDED: Final = """
 WITH acting AS (
   SELECT rollout_id, attempt, count(*) AS calls FROM calls
@@ -159,14 +163,17 @@ rewarded AS (
   WHERE t.name = $reward GROUP BY t.rollout_id, a.calls
   HAVING bool_or(t.call_id IS NULL) OR count(*) >= a.calls)
 """
-_OBJECTIVE_SQL: Final = f"""{_REWARDED}
-SELECT count(*) AS calls, count(DISTINCT c.rollout_id) AS rollouts,
-  coalesce(sum(c.sampled_tokens), 0)::BIGINT AS sampled_tokens
-FROM calls c WHERE c.purpose = 'agent' AND c.grade IN (SELECT unnest($grades))
-  AND (NOT $needed OR c.rollout_id IN (SELECT rollout_id FROM rewarded))
-"""
-_DIALECTS_SQL: Final = """
-SELECT dialect, grade, count(*) AS calls FROM calls GROUP BY ALL ORDER BY calls DESC, dialect, grade
+_OBJECTIVES_SQL: Final = f"""{_REWARDED},
+counted AS (
+  SELECT rollout_id, grade, count(*) AS calls, coalesce(sum(sampled_tokens), 0) AS tokens
+  FROM calls WHERE purpose = 'agent' GROUP BY ALL),
+told AS (
+  SELECT *, coalesce(rollout_id IN (SELECT rollout_id FROM rewarded), false) AS has_reward FROM counted),
+wanted AS (SELECT unnest($numbers) AS number, unnest($grades) AS grades, unnest($needed) AS needed)
+SELECT coalesce(sum(t.calls), 0)::BIGINT AS calls, count(DISTINCT t.rollout_id) AS rollouts,
+  coalesce(sum(t.tokens), 0)::BIGINT AS sampled_tokens
+FROM wanted w LEFT JOIN told t ON list_contains(w.grades, t.grade) AND (t.has_reward OR NOT w.needed)
+GROUP BY w.number ORDER BY w.number
 """
 _ROLLOUTS_SQL: Final = f"""{_REWARDED}
 SELECT count(*) AS rollouts, count(*) FILTER (rollout_id IN (SELECT rollout_id FROM rewarded)) AS rewarded,
@@ -235,17 +242,23 @@ def report(store: Store, *, reward: str = DEFAULT_REWARD) -> StoreReport:
     """Count what a store's calls can train, by the reward of that name."""
     (rollouts,) = store.query(_ROLLOUTS_SQL, {"reward": reward})
     (unread,) = store.query("SELECT count(DISTINCT trace_id) AS traces FROM unread_traces")
-    grades = {row["grade"]: row["calls"] for row in store.query(_GRADES_SQL)}
-    others = store.query("SELECT purpose, count(*) AS calls FROM calls WHERE purpose <> 'agent' GROUP BY ALL")
+    grades, others, dialects = Counter[str](), Counter[str](), Counter[tuple[str, str]]()
+    for row in store.query(_COUNTS_SQL):
+        dialects[row["dialect"], row["grade"]] += row["calls"]
+        counter, kind = (grades, "grade") if row["purpose"] == Purpose.AGENT else (others, "purpose")
+        counter[row[kind]] += row["calls"]
     return StoreReport(
         rollouts=rollouts["rollouts"],
         rewarded_rollouts=rollouts["rewarded"],
         failed_rollouts=rollouts["failed"],
         calls=sum(grades.values()),
-        other_calls={row["purpose"]: row["calls"] for row in others},
+        other_calls=dict(others),
         grades={grade: grades[grade] for grade in Grade if grade in grades},
-        dialects=store.query(_DIALECTS_SQL),
-        objectives=[_objective(store, reward, *objective) for objective in OBJECTIVES],
+        dialects=[
+            {"dialect": dialect, "grade": grade, "calls": calls}
+            for (dialect, grade), calls in sorted(dialects.items(), key=lambda each: (-each[1], each[0]))
+        ],
+        objectives=_objectives(store, reward),
         reasons=[
             Reason(row["reason"], row["calls"], row["example"], ADVICE.get(row["reason"]))
             for row in store.query(_REASONS_SQL)
@@ -261,10 +274,21 @@ def other_rewards(store: Store, reward: str) -> dict[str, int]:
     return {row["name"]: row["rollouts"] for row in store.query(_OTHERS_SQL, [reward])}
 
 
-def _objective(
-    store: Store, reward: str, name: str, grades: Sequence[Grade], needs_reward: bool
-) -> Objective:
-    given = {"grades": [str(grade) for grade in grades], "needed": needs_reward, "reward": reward}
-    (row,) = store.query(_OBJECTIVE_SQL, given)
-    needs = f"{'/'.join(grades)}{', a reward' if needs_reward else ''}"
-    return Objective(name, needs, row["rollouts"], row["calls"], row["sampled_tokens"])
+def _objectives(store: Store, reward: str) -> list[Objective]:
+    given = {
+        "numbers": list(range(len(OBJECTIVES))),
+        "grades": [[str(grade) for grade in grades] for _, grades, _ in OBJECTIVES],
+        "needed": [needs_reward for _, _, needs_reward in OBJECTIVES],
+        "reward": reward,
+    }
+    found = store.query(_OBJECTIVES_SQL, given)
+    return [
+        Objective(
+            name,
+            f"{'/'.join(grades)}{', a reward' if needs_reward else ''}",
+            row["rollouts"],
+            row["calls"],
+            row["sampled_tokens"],
+        )
+        for (name, grades, needs_reward), row in zip(OBJECTIVES, found, strict=True)
+    ]
