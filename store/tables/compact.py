@@ -51,10 +51,10 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class MessageArray:
-    """A JSON array as it came: its text, its elements' ids and what stands between them."""
+    """A JSON array as it came: its text but for the last bracket, its elements' ids, what is between them."""
 
-    text: str
-    ids: Sequence[str]
+    body: str
+    ids: tuple[str, ...]
     separator: str
 
 
@@ -63,9 +63,22 @@ class _Call:
     key: str
     token_ids: Ints
     arrays: dict[str, MessageArray] = field(default_factory=dict)
+    bases: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Attribute -> the call that it goes on from, and how much of that it repeats."""
 
     def size_bytes(self) -> int:
-        return self.token_ids.nbytes + sum(len(a.text) + 100 * len(a.ids) for a in self.arrays.values())
+        return self.token_ids.nbytes + sum(len(a.body) + 100 * len(a.ids) for a in self.arrays.values())
+
+    def has_all_of(self, other: "_Call") -> bool:
+        """Whether whatever goes on from the other one's prompt can as well go on from this one."""
+        size = other.token_ids.size
+        if size and self.bases.get(conventions.PROMPT_TOKEN_IDS) != (other.key, size):
+            return False
+        return all(
+            self.arrays.get(name) is array or self.bases.get(name) == (other.key, len(array.ids))
+            for name, array in other.arrays.items()
+            if name != conventions.OUTPUT_MESSAGES
+        )
 
 
 class Compactor:
@@ -117,10 +130,10 @@ class Compactor:
     def _remember(self, rollout: str, call: _Call) -> None:
         calls = self._calls.setdefault(rollout, [])
         self._calls.move_to_end(rollout)
-        calls.append(call)
-        self._size_bytes += call.size_bytes()
-        if len(calls) > CALLS_PER_ROLLOUT:
-            self._size_bytes -= calls.pop(0).size_bytes()
+        kept = [old for old in calls if not call.has_all_of(old)][1 - CALLS_PER_ROLLOUT :]
+        self._size_bytes += call.size_bytes() + sum(old.size_bytes() for old in kept)
+        self._size_bytes -= sum(old.size_bytes() for old in calls)
+        calls[:] = [*kept, call]
         while self._size_bytes > self._index_bytes and self._calls:
             _, dropped = self._calls.popitem(last=False)
             self._size_bytes -= sum(old.size_bytes() for old in dropped)
@@ -155,6 +168,8 @@ def _pack_bytes(
         call.token_ids = np.frombuffer(value, "<i4")
         base, keep = _longest_ids(call.token_ids, earlier)
         columns["prompt_base"] = base
+        if base:
+            call.bases[name] = base, keep
         columns["prompt_keep"] = keep if base else None
         columns["new_prompt_token_ids"] = call.token_ids[keep:]
         return {"$column": "new_prompt_token_ids"}
@@ -191,7 +206,9 @@ def _pack_messages(
         return None
     base, keep = _longest_list(array.ids, known)
     call.arrays[name] = array
-    new = list(array.ids[keep:])
+    if base:
+        call.bases[name] = base, keep
+    new = array.ids[keep:]
     stored = columns["message_ids"] = columns["message_ids"] or []
     reference: dict[str, Any] = {"from": len(stored), "new": len(new), "sep": array.separator}
     if base:
@@ -200,16 +217,17 @@ def _pack_messages(
     return {"$messages": reference}
 
 
-def _longest_list(ids: Sequence[str], known: Sequence[tuple[str, MessageArray]]) -> tuple[str | None, int]:
+def _longest_list(ids: tuple[str, ...], known: Sequence[tuple[str, MessageArray]]) -> tuple[str | None, int]:
     base, keep = None, 0
     for key, array in reversed(known):
-        shared = 0
-        for mine, other in zip(ids, array.ids, strict=False):
-            if mine != other:
-                break
-            shared += 1
-        if shared > keep:
-            base, keep = key, shared
+        longest = min(len(ids), len(array.ids))
+        if longest <= keep or array.ids[: keep + 1] != ids[: keep + 1]:
+            continue
+        if array.ids[:longest] == ids[:longest]:
+            base, keep = key, longest
+        else:
+            pairs = zip(ids, array.ids, strict=False)
+            base, keep = key, next(i for i, (mine, other) in enumerate(pairs) if mine != other)
     return base, keep
 
 
@@ -220,13 +238,10 @@ def parse_array(text: str, known: Sequence[MessageArray], contents: dict[str, st
     """
     if not text.startswith("[") or not text.endswith("]"):
         return None
-    start = max(
-        (a for a in known if len(a.text) <= len(text) and text.startswith(a.text[:-1])),
-        key=lambda a: len(a.text),
-        default=None,
-    )
+    longest_first = sorted(known, key=lambda array: len(array.body), reverse=True)
+    start = next((a for a in longest_first if len(a.body) < len(text) and text.startswith(a.body)), None)
     if start is not None:
-        if start.text == text:
+        if len(start.body) == len(text) - 1:
             return start
         longer = _continue(text, start, contents)
         if longer is not None:
@@ -235,7 +250,7 @@ def parse_array(text: str, known: Sequence[MessageArray], contents: dict[str, st
 
 
 def _continue(text: str, start: MessageArray, contents: dict[str, str]) -> MessageArray | None:
-    position = len(start.text) - 1
+    position = len(start.body)
     match = _SEPARATOR.match(text, position)
     if match is None or (len(start.ids) > 1 and match.group() != start.separator):
         return None
@@ -257,7 +272,7 @@ def _elements(
         ids.append(key)
         if end == len(text) - 1:
             contents |= found
-            return MessageArray(text, tuple(ids), separator or ",")
+            return MessageArray(text[:-1], tuple(ids), separator or ",")
         match = _SEPARATOR.match(text, end)
         if match is None or (separator is not None and match.group() != separator):
             return None

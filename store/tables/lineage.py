@@ -20,9 +20,9 @@ from typing import Final
 import duckdb
 
 from spangrad.store.records import Span
+from spangrad.store.tables.rows import looked_up
 
 CACHED_SPANS = 100_000
-SINGLE_LOOKUPS = 8  # up to here one indexed look-up a trace beats a scan
 
 STORED_COLUMNS: Final = "trace_id, span_id, parent_span_id, rollout_id, attempt"
 
@@ -149,7 +149,9 @@ class Lineage:
 
 
 def _stored(con: duckdb.DuckDBPyConnection, trace_ids: Sequence[str]) -> list[Stored]:
-    select = f"SELECT {STORED_COLUMNS} FROM spans WHERE trace_id "
-    if len(trace_ids) <= SINGLE_LOOKUPS:
-        return [row for trace_id in trace_ids for row in con.execute(select + "= ?", [trace_id]).fetchall()]
-    return con.execute(select + "IN (SELECT unnest(?))", [list(trace_ids)]).fetchall()
+    select = f"SELECT {STORED_COLUMNS} FROM spans WHERE trace_id IN"
+    return [
+        row
+        for marks, some in looked_up(trace_ids)
+        for row in con.execute(f"{select} {marks}", some).fetchall()
+    ]

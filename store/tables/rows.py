@@ -3,11 +3,12 @@
 Knows how schema types map to Arrow types. Knows no particular table.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal
 
 import duckdb
+import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 
 from spangrad.errors import StoreError
@@ -25,6 +26,9 @@ _ARROW: Final[Mapping[str, pa.DataType]] = {
     "INTEGER[]": pa.list_(pa.int32()),
     "FLOAT[]": pa.list_(pa.float32()),
 }
+LOOKED_UP: Final = 1000
+"""Longest list that DuckDB looks up by index, and not by reading the whole column."""
+_NUMBERS: Final[Mapping[str, str]] = {"INTEGER[]": "i4", "FLOAT[]": "f4"}
 
 
 def insert_rows(
@@ -52,12 +56,29 @@ def insert_rows(
 
 def _array(values: Sequence[Any], table: Table, column: Column) -> pa.Array:
     try:
+        if column.type in _NUMBERS:
+            return _lists(values, _NUMBERS[column.type])
         return pa.array(values, _ARROW[column.type])
-    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError) as error:  # pyarrow's errors are such, too
         raise StoreError(
             f"a value does not fit into the column {column.name!r} of {table.name!r}, "
             f"which is {column.type}: {error}"
         ) from error
+
+
+def _lists(values: Sequence[Any], kind: str) -> pa.Array:
+    """Lists of numbers by their bytes: `pa.array` takes them one by one."""
+    arrays = [np.asarray(() if value is None else value, kind) for value in values]
+    offsets = np.cumsum([0, *(len(array) for array in arrays)], dtype="i4")
+    mask = pa.array([value is None for value in values], pa.bool_())
+    return pa.ListArray.from_arrays(offsets, np.concatenate(arrays), mask=mask)
+
+
+def looked_up(values: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
+    """The values some at a time with marks for `IN`: a short list is found by index, a long one by a scan."""
+    for first in range(0, len(values), LOOKED_UP):
+        some = list(values[first : first + LOOKED_UP])
+        yield f"({', '.join('?' * len(some))})", some
 
 
 def select_dicts(

@@ -23,7 +23,7 @@ from spangrad.store.tables.lineage import STORED_COLUMNS, Admission, Lineage, Ow
 from spangrad.store.tables.other import other_of
 from spangrad.store.tables.queue import record_rollouts
 from spangrad.store.tables.rewards import insert_rewards
-from spangrad.store.tables.rows import insert_rows, select_dicts, traces_of_sessions
+from spangrad.store.tables.rows import insert_rows, looked_up, select_dicts, traces_of_sessions
 from spangrad.store.tables.span_rewards import event_rewards
 from spangrad.store.tables.unread import touch
 
@@ -74,11 +74,12 @@ class SpanWriter:
         fresh = [span for span, is_new in zip(spans, admission.is_new, strict=True) if is_new]
         rows: list[dict[str, Any]] = []
         contents: dict[str, str] = {}
+        texts: dict[int, str] = {}
         for span in fresh:
             owner = admission.owners.get((span.trace_id, span.span_id))
             columns, new = self._compactor.pack(span, owner[0] if owner else span.trace_id)
             contents |= new
-            rows.append(_row(span, owner) | columns)
+            rows.append(_row(span, owner, texts) | columns)
         insert_rows(con, SPANS, rows)
         messages = [{"message_id": key, "content": content} for key, content in contents.items()]
         insert_rows(con, MESSAGES, messages, conflict="ignore")
@@ -92,7 +93,14 @@ class SpanWriter:
         return admission.is_new
 
 
-def _row(span: Span, owner: Owner | None) -> dict[str, Any]:
+def _row(span: Span, owner: Owner | None, texts: dict[int, str]) -> dict[str, Any]:
+    """A row but for what the compactor makes. Spans of a batch share resource and scope: `texts` has them."""
+
+    def shared(value: Mapping[str, Any]) -> str:
+        if id(value) not in texts:
+            texts[id(value)] = encode_json(dict(value))
+        return texts[id(value)]
+
     events = [
         {"name": e.name, "time_ns": e.time_ns, "attributes": e.attributes, "dropped": e.dropped_attributes}
         for e in span.events
@@ -111,12 +119,12 @@ def _row(span: Span, owner: Owner | None) -> dict[str, Any]:
         "status_message": span.status_message,
         "scope": span.scope,
         "scope_version": span.scope_version,
-        "scope_attributes": encode_json(dict(span.scope_attributes)),
+        "scope_attributes": shared(span.scope_attributes),
         "schema_url": span.schema_url,
-        "resource": encode_json(dict(span.resource)),
+        "resource": shared(span.resource),
         "resource_schema_url": span.resource_schema_url,
-        "events": encode_json(events),
-        "links": encode_json(list(span.links)),
+        "events": encode_json(events) if events else "[]",
+        "links": encode_json(list(span.links)) if span.links else "[]",
         "trace_state": span.trace_state,
         "flags": span.flags,
         "dropped_attributes": span.dropped_attributes,
@@ -205,12 +213,16 @@ def _say_the_same(one: Span, other: Span) -> bool:
 
 def _fetch_bases(con: duckdb.DuckDBPyConnection) -> Callable[[Sequence[str]], list[Row]]:
     def fetch(keys: Sequence[str]) -> list[Row]:
-        trace_ids = sorted({key.split("-")[0] for key in keys})
         wanted = set(keys)
-        sql = f"SELECT {', '.join(BASE_COLUMNS)} FROM spans WHERE trace_id IN (SELECT unnest(?))"
-        sql += " AND span_id IN (SELECT unnest(?))"
+        select = (
+            f"SELECT {', '.join(BASE_COLUMNS)} FROM spans WHERE span_id IN (SELECT unnest(?)) AND trace_id IN"
+        )
         span_ids = [key.split("-")[1] for key in keys]
-        return [row for row in select_dicts(con, sql, [trace_ids, span_ids]) if row_key(row) in wanted]
+        found: list[Row] = []
+        for marks, trace_ids in looked_up(sorted({key.split("-")[0] for key in keys})):
+            rows = select_dicts(con, f"{select} {marks}", [span_ids, *trace_ids])
+            found += [row for row in rows if row_key(row) in wanted]
+        return found
 
     return fetch
 
@@ -219,9 +231,10 @@ def _fetch_messages(
     database: Database, con: duckdb.DuckDBPyConnection, parts: Sequence[int] | None
 ) -> Callable[[Sequence[str]], Mapping[str, str]]:
     def fetch(ids: Sequence[str]) -> Mapping[str, str]:
-        live = database.partitions.live(MESSAGES)
-        sql = f"SELECT message_id, content FROM {live} WHERE message_id IN (SELECT unnest(?))"
-        found: dict[str, str] = dict(con.execute(sql, [list(ids)]).fetchall())
+        live, found = database.partitions.live(MESSAGES), dict[str, str]()
+        for marks, some in looked_up(ids):
+            sql = f"SELECT message_id, content FROM {live} WHERE message_id IN {marks}"
+            found.update(con.execute(sql, some).fetchall())
         missing = [key for key in ids if key not in found]
         return found | database.partitions.messages(con, missing, parts) if missing else found
 
