@@ -24,7 +24,6 @@ from hashlib import blake2b
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spangrad.store.encoding import json_text, tagged
 from spangrad.store.records import Span
@@ -40,13 +39,11 @@ INT_COLUMNS: Final[Mapping[str, str]] = {
     conventions.POLICY_VERSIONS: "policy_versions",
 }
 CALLS_PER_ROLLOUT = 8
-INDEX_BYTES = 128 * 2**20
+INDEX_BYTES = 64 * 2**20
 KNOWN_MESSAGES = 200_000
 
 _SEPARATOR = re.compile(r"[ \t\n\r]*,[ \t\n\r]*")
 _decode_at = json.JSONDecoder().raw_decode
-
-Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +58,32 @@ class MessageArray:
 @dataclass(slots=True)
 class _Call:
     key: str
-    token_ids: Ints
+    prompt: bytes = b""
+    sampled: bytes = b""
+    """Ids as they came: a prompt is compared with them where they are."""
     arrays: dict[str, MessageArray] = field(default_factory=dict)
     bases: dict[str, tuple[str, int]] = field(default_factory=dict)
     """Attribute -> the call that it goes on from, and how much of that it repeats."""
 
     def size_bytes(self) -> int:
-        return self.token_ids.nbytes + sum(len(a.body) + 100 * len(a.ids) for a in self.arrays.values())
+        ids = len(self.prompt) + len(self.sampled)
+        return ids + sum(len(a.body) + 100 * len(a.ids) for a in self.arrays.values())
+
+    def id_count(self) -> int:
+        return (len(self.prompt) + len(self.sampled)) // 4
+
+    def shared_ids(self, prompt: bytes) -> int:
+        """How many ids a prompt repeats."""
+        if prompt.startswith(self.prompt) and prompt.startswith(self.sampled, len(self.prompt)):
+            return self.id_count()
+        mine, other = (np.frombuffer(ids, "<i4") for ids in (self.prompt + self.sampled, prompt))
+        length = min(mine.size, other.size)
+        differs = mine[:length] != other[:length]
+        return int(differs.argmax()) if differs.any() else length
 
     def has_all_of(self, other: "_Call") -> bool:
         """Whether whatever goes on from the other one's prompt can as well go on from this one."""
-        size = other.token_ids.size
+        size = other.id_count()
         if size and self.bases.get(conventions.PROMPT_TOKEN_IDS) != (other.key, size):
             return False
         return all(
@@ -98,7 +110,7 @@ class Compactor:
     def pack(self, span: Span, rollout: str) -> tuple[dict[str, Any], dict[str, str]]:
         """Columns of a span's attributes, and the messages that they refer to and that may be new."""
         earlier = self._calls.get(rollout, ())
-        call = _Call(f"{span.trace_id}-{span.span_id}", np.empty(0, np.int32))
+        call = _Call(f"{span.trace_id}-{span.span_id}")
         columns: dict[str, Any] = {"message_ids": None}
         contents: dict[str, str] = {}
         document: dict[str, Any] = {}
@@ -106,9 +118,9 @@ class Compactor:
             packed = self._pack_one(name, value, call, earlier, columns, contents)
             document[name] = tagged(value) if packed is None else packed
         columns["attributes"] = json_text(document)
-        if call.arrays or call.token_ids.size:
+        if call.arrays or call.prompt:
             if columns.get("sampled_token_ids") is not None:
-                call.token_ids = np.concatenate([call.token_ids, columns["sampled_token_ids"]])
+                call.sampled = columns["sampled_token_ids"].tobytes()
             self._remember(rollout, call)
         return columns, self._unknown(contents)
 
@@ -165,13 +177,13 @@ def _pack_bytes(
         columns["sampled_logprobs"] = logprobs
         return {"$column": "sampled_logprobs"}
     if name == conventions.PROMPT_TOKEN_IDS:
-        call.token_ids = np.frombuffer(value, "<i4")
-        base, keep = _longest_ids(call.token_ids, earlier)
+        call.prompt = value
+        base, keep = _longest_ids(value, earlier)
         columns["prompt_base"] = base
         if base:
             call.bases[name] = base, keep
         columns["prompt_keep"] = keep if base else None
-        columns["new_prompt_token_ids"] = call.token_ids[keep:]
+        columns["new_prompt_token_ids"] = np.frombuffer(value, "<i4")[keep:]
         return {"$column": "new_prompt_token_ids"}
     if column := INT_COLUMNS.get(name):
         columns[column] = np.frombuffer(value, "<i4")
@@ -179,15 +191,10 @@ def _pack_bytes(
     return None
 
 
-def _longest_ids(token_ids: Ints, earlier: Sequence[_Call]) -> tuple[str | None, int]:
+def _longest_ids(prompt: bytes, earlier: Sequence[_Call]) -> tuple[str | None, int]:
     base, keep = None, 0
     for call in reversed(earlier):
-        length = min(call.token_ids.size, token_ids.size)
-        if length <= keep:
-            continue
-        differs = call.token_ids[:length] != token_ids[:length]
-        shared = int(differs.argmax()) if differs.any() else length
-        if shared > keep:
+        if min(call.id_count(), len(prompt) // 4) > keep and (shared := call.shared_ids(prompt)) > keep:
             base, keep = call.key, shared
     return base, keep
 

@@ -20,7 +20,7 @@ from spangrad.store.encoding import decode_json, encode_json
 from spangrad.store.records import RECORDED_SPLIT, Rollout, RolloutStatus, Span
 from spangrad.store.schema import ROLLOUTS, TASKS
 from spangrad.store.tables.lineage import Owner
-from spangrad.store.tables.rows import insert_rows, select_dicts
+from spangrad.store.tables.rows import insert_rows, looked_up, select_dicts
 from spangrad.tracer import conventions
 
 _ENDED = (RolloutStatus.SUCCEEDED, RolloutStatus.FAILED)
@@ -244,14 +244,12 @@ def record_rollouts(con: duckdb.DuckDBPyConnection, spans: Sequence[tuple[Span, 
     by_rollout: dict[str, list[tuple[Span, Owner]]] = {}
     for span, owner in spans:
         by_rollout.setdefault(owner[0], []).append((span, owner))
-    found = (
-        con.execute(
-            "SELECT rollout_id, is_recorded, attempt FROM rollouts WHERE rollout_id IN (SELECT unnest(?))",
-            [list(by_rollout)],
-        ).fetchall()
-        if by_rollout
-        else []
-    )
+    select = "SELECT rollout_id, is_recorded, attempt FROM rollouts WHERE rollout_id IN"
+    found = [
+        row
+        for marks, some in looked_up(list(by_rollout))
+        for row in con.execute(f"{select} {marks}", some).fetchall()
+    ]
     known = {rollout_id: attempt for rollout_id, _, attempt in found}
     for rollout_id, is_recorded, _ in found:
         if not is_recorded:
