@@ -46,7 +46,7 @@ _opened: set[Path] = set()
 _opened_lock = threading.Lock()
 
 _FULL = ("no space left", "file too large", "disk quota exceeded")
-_FOREIGN = ("not a valid duckdb database", "loading external extensions is disabled")
+_FOREIGN = ("not a valid duckdb database", "is an existing extension. install it first")
 _DAMAGED = ("corrupt database file", "could not read enough bytes")
 _UNFIT = (duckdb.DataError, duckdb.IntegrityError, duckdb.NotSupportedError, duckdb.InvalidInputException)
 """What DuckDB says of values that it can't take; anything else is the file's, the disk's or the memory's."""
