@@ -165,9 +165,13 @@ def as_json(call: ModelCall) -> dict[str, Any]:
     told: dict[str, Any] = {"spans": len(fields["span_ids"]), "ancestors": len(fields["ancestor_span_ids"])}
     for name in _SPAN_FIELDS:
         del fields[name]
-    kept: dict[str, Any] = json.loads(json.dumps(fields, default=str).replace("httpx2.", "httpx."))
+    kept: dict[str, Any] = json.loads(json.dumps(fields, default=_listed).replace("httpx2.", "httpx."))
     told.update(_present(kept))
     return told
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, Sequence) else str(value)
 
 
 def _present(value: Any) -> Any:
