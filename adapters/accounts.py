@@ -1,6 +1,6 @@
 """Traces that changed -> their calls and rollouts, in the tables that SQL asks.
 
-Orchestration alone: what a call is, `calls.py` says, which traces are one rollout, `sessions.py`, and which
+Orchestration alone: what is read of a trace, and of what is related to it, `settling.py` says, and which
 traces are to be read, the store (`unread_traces`).
 
 Invariants:
@@ -12,19 +12,18 @@ Invariants:
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from threading import Event
 from typing import TYPE_CHECKING, Final
 
-from spangrad.adapters.calls import calls_from_spans, record_calls
+from spangrad.adapters.counting import Counts, count_told
 from spangrad.adapters.dialects import NO_DIALECT, recognise
-from spangrad.adapters.grading import reason_kind
-from spangrad.adapters.model_call import ModelCall, Purpose
-from spangrad.adapters.sessions import Rule, join_sessions
+from spangrad.adapters.sessions import GUESSED, Rule
+from spangrad.adapters.settling import settle_calls, settle_sessions
 from spangrad.adapters.trace_faults import count_faults
+from spangrad.adapters.trace_ids import TraceIds
 from spangrad.errors import SpangradError
 from spangrad.store.base import Store
 from spangrad.store.faults import Faults, Outcome
@@ -39,6 +38,7 @@ UNREADABLE: Final = "traces on which a reader failed; the log says how"
 QUIET_S: Final = 3.0
 """A trace is read when nothing came of it for so long: its spans are likely to be complete."""
 TRACES_AT_ONCE: Final = 200
+JOINED_AT_ONCE: Final = 2000
 FIRST_TRACES: Final = 20
 CONTENT_AT_ONCE: Final = 16 * 2**20
 """Characters of attributes that are read at a time, about; one trace may be longer."""
@@ -49,51 +49,44 @@ LAST_S: Final = 3.0
 
 
 @dataclass(slots=True)
-class Accounts:
+class Accounts(Counts):
     """What traces told."""
 
     traces: int = 0
-    calls: int = 0
-    """Model calls, those in an unknown dialect not included."""
-    embeddings: int = 0
-    """Calls that made embeddings; they count nowhere else."""
     unclaimed_logs: int = 0
     """Log records that no span in the store claims."""
     unreadable: int = 0
     """Traces on which a reader failed."""
-    by_dialect: Counter[str] = field(default_factory=Counter)
-    """Calls by dialect; `no dialect` counts call spans that nobody here reads."""
-    by_grade: Counter[str] = field(default_factory=Counter)
-    by_reason: Counter[str] = field(default_factory=Counter)
-    joined_by: Counter[Rule] = field(default_factory=Counter)
     faults: Faults = field(default_factory=Faults)
     """What is odd in them: times, parents, sizes, calls in an unknown dialect."""
 
 
 def account_unread(store: Store) -> Accounts:
     """Read all traces that are unread by now, whatever their rollouts wait for."""
-    reader, until_ns = _Reader(store), time.time_ns()
+    ids, until_ns = TraceIds(), time.time_ns()
+    reader = _Reader(store, ids)
     while batch := [one for one in store.unread_traces(limit=reader.size) if one.changed_ns <= until_ns]:
+        ids.add((bytes.fromhex(one.trace_id) for one in batch), has_span=True)
         reader.read([one.trace_id for one in batch], batch)
-    return reader.told
+    return reader.end()
 
 
 def account_rollouts(store: Store, rollout_ids: Sequence[str]) -> Accounts:
     """Read the unread traces of rollouts that have ended."""
-    reader = _Reader(store)
-    unread = iter(store.unread_traces(rollout_ids=rollout_ids))
+    found = store.unread_traces(rollout_ids=rollout_ids)
+    reader, unread = _Reader(store, [one.trace_id for one in found]), iter(found)
     while batch := list(islice(unread, reader.size)):
         reader.read([one.trace_id for one in batch], batch)
-    return reader.told
+    return reader.end()
 
 
-def account_traces(store: Store, trace_ids: Iterable[str]) -> Accounts:
-    """Read these traces, and count also what somebody else has read of them meanwhile."""
-    reader = _Reader(store)
+def account_traces(store: Store, trace_ids: Collection[str], rules: Sequence[Rule] = GUESSED) -> Accounts:
+    """Read these traces, to be joined by these rules, whoever else has read them meanwhile."""
+    reader = _Reader(store, trace_ids, rules, JOINED_AT_ONCE)
     rest = iter(trace_ids)
     while wanted := list(islice(rest, reader.size)):
         reader.read(wanted, store.unread_traces(trace_ids=wanted))
-    return reader.told
+    return reader.end()
 
 
 def keep_accounts(store: "FileStore", stop: Event, *, quiet_s: float = QUIET_S) -> None:
@@ -101,7 +94,7 @@ def keep_accounts(store: "FileStore", stop: Event, *, quiet_s: float = QUIET_S) 
 
     Reading rests as long as it took, so that it never takes the machine from those who send.
     """
-    reader, pause_s = _Reader(store), 0.0
+    reader, pause_s = _Reader(store, ()), 0.0
     while not stop.wait(pause_s) and not store.is_invalidated:
         began = time.monotonic()
         try:
@@ -127,11 +120,23 @@ def keep_accounts(store: "FileStore", stop: Event, *, quiet_s: float = QUIET_S) 
 class _Reader:
     """Reads batches of traces, as many at a time as keep memory small."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(
+        self,
+        store: Store,
+        trace_ids: Collection[str],
+        rules: Sequence[Rule] | None = None,
+        joined_at_once: int = 1,
+    ) -> None:
         self.told = Accounts()
         self.size = FIRST_TRACES
         """How many traces to read next."""
         self._store = store
+        self._trace_ids = trace_ids
+        """What is counted in the end."""
+        self._rules = rules
+        self._joined_at_once = joined_at_once
+        self._waiting: dict[str, int | None] = {}
+        """Traces whose calls are recorded, and that have to find their rollouts: when they changed."""
 
     def read(self, trace_ids: Sequence[str], unread: Sequence[UnreadTrace]) -> None:
         """Read traces, and write what those of them that are `unread` tell."""
@@ -152,33 +157,30 @@ class _Reader:
             self.told.faults.add(UNREADABLE, Outcome.KEPT, f"trace {trace_ids[0]}")
             self._store.mark_read({one.trace_id: one.changed_ns for one in unread})
 
+    def end(self) -> Accounts:
+        """Find the rollouts of what waits for them. Returns what all traces told."""
+        self._join()
+        return count_told(self._store, self._trace_ids, self.told) if self.told.traces else self.told
+
     def _read(self, trace_ids: Sequence[str], unread: Sequence[UnreadTrace]) -> None:
-        rollouts = sorted({rollout_id for one in unread for rollout_id in one.rollout_ids})
-        spans = list(self._store.spans(rollouts, trace_ids=trace_ids))
-        records = list(self._store.logs(rollouts or None, trace_ids=trace_ids))
-        calls = calls_from_spans(spans, records)
-        changed: dict[str, int] = {one.trace_id: one.changed_ns for one in unread}
-        if changed:
-            others = {span.trace_id for span in spans}.difference(trace_ids)
-            read = {**dict.fromkeys(others), **changed}
-            record_calls(self._store, [call for call in calls if call.trace_id in read], read)
-        joined = join_sessions(self._store, calls)
-        if changed:
-            self._store.mark_read(changed)
-        self._count(set(trace_ids), spans, records, calls)
-        self.told.joined_by += joined
+        spans, records = settle_calls(self._store, trace_ids, self._rules, unread, self._waiting)
+        self._waiting |= dict.fromkeys(trace_ids) | {one.trace_id: one.changed_ns for one in unread}
+        self._count(set(trace_ids), spans, records)
+        if len(self._waiting) >= self._joined_at_once:
+            self._join()
         fitting = len(trace_ids) * CONTENT_AT_ONCE // max(_content(spans, records), 1)
         self.size = max(1, min(fitting, 4 * self.size, TRACES_AT_ONCE))
 
-    def _count(
-        self,
-        wanted: set[str],
-        spans: Sequence[Span],
-        records: Sequence[LogRecord],
-        calls: Sequence[ModelCall],
-    ) -> None:
+    def _join(self) -> None:
+        if self._waiting:
+            settle_sessions(self._store, list(self._waiting))
+        if changed := {trace_id: when for trace_id, when in self._waiting.items() if when is not None}:
+            self._store.mark_read(changed)
+        self._waiting.clear()
+
+    def _count(self, wanted: set[str], spans: Sequence[Span], records: Sequence[LogRecord]) -> None:
         known = {(span.trace_id, span.span_id) for span in spans}
-        told, own = self.told, [call for call in calls if call.trace_id in wanted]
+        told = self.told
         told.traces += len(wanted)
         told.unclaimed_logs += sum(
             log.trace_id in wanted and (log.trace_id, log.span_id) not in known for log in records
@@ -188,13 +190,6 @@ class _Reader:
         if strays:
             told.by_dialect[NO_DIALECT] += len(strays)
         count_faults(own_spans, strays, told.faults)
-        sampled = [call for call in own if call.purpose is not Purpose.EMBEDDING]
-        told.embeddings += len(own) - len(sampled)
-        told.calls += len(sampled)
-        for call in sampled:
-            told.by_dialect[call.dialect] += 1
-            told.by_grade[str(call.grade)] += 1
-            told.by_reason.update({reason_kind(reason) for reason in call.grade_reasons})
 
 
 def _content(spans: Iterable[Span], records: Iterable[LogRecord]) -> int:

@@ -13,6 +13,7 @@ Invariants:
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from spangrad.adapters.conversations import service_of
 from spangrad.adapters.dialects import DIALECTS, NO_DIALECT, recognise
 from spangrad.adapters.dialects.dialect import Names
 from spangrad.adapters.dialects.growing import read_together
@@ -213,6 +214,8 @@ def _call(reading: Reading, group: Sequence[Reading]) -> ModelCall:
         attempt=attempt if attempt <= c.MAX_ATTEMPT else 0,  # the store does not believe it either
         model=reading.model,
         response_id=reading.response_id,
+        service=next((name for r in group if (name := service_of(r.span)) is not None), None),
+        recorders=tuple(sorted({r.span.scope for r in group})),
         conversation_id=reading.conversation_id,
         messages=reading.messages,
         tools=reading.tools,

@@ -28,6 +28,7 @@ from spangrad.adapters.file_kinds import Framing, framing
 from spangrad.adapters.intake import Intake
 from spangrad.adapters.otlp_files import Message, Skipped, messages
 from spangrad.adapters.row_intake import RowIntake
+from spangrad.adapters.sessions import GUESSED, Rule
 from spangrad.errors import DialectError
 from spangrad.store.base import Store
 from spangrad.store.faults import Fault, Faults, Outcome
@@ -71,6 +72,8 @@ class IngestReport:
     """Calls by what keeps them from a better grade; a call may have several reasons."""
     joined_by: Mapping[str, int] = field(default_factory=dict)
     """Traces that go on from another one and are one rollout with it, by the rule that says so."""
+    kept_apart: Mapping[str, int] = field(default_factory=dict)
+    """Traces that something hinted to be part of an earlier rollout, by what kept them from it."""
     rows: int = 0
     """Rows of exports, those in an unknown format included."""
     by_format: Mapping[str, int] = field(default_factory=dict)
@@ -102,8 +105,20 @@ class IngestReport:
         return asdict(self)
 
 
-def ingest(paths: Sequence[str | Path], store: Store, progress: Progress | None = None) -> IngestReport:
+def ingest(
+    paths: Sequence[str | Path],
+    store: Store,
+    progress: Progress | None = None,
+    *,
+    join: Sequence[Rule] = GUESSED,
+) -> IngestReport:
     """Put what files tell of calls into a store: OTLP, and other systems' exports; of a folder, all below it.
+
+    Args:
+        paths: Files and folders.
+        store: Where to.
+        progress: Told how far it is.
+        join: Rules that may make one rollout of several of these traces, now and when others come later.
 
     Raises:
         DialectError: A file that was named can't be opened.
@@ -112,7 +127,7 @@ def ingest(paths: Sequence[str | Path], store: Store, progress: Progress | None 
     files = [file for path in map(Path, paths) for file in (_files_below(path) if path.is_dir() else [path])]
     named = frozenset(map(Path, paths))
     total = sum(file.stat().st_size for file in files if file.is_file())
-    run = _Run(store)
+    run = _Run(store, join)
     before = 0
     for path in files:
         position = 0
@@ -128,8 +143,9 @@ def ingest(paths: Sequence[str | Path], store: Store, progress: Progress | None 
 class _Run:
     """What has been read so far."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, join: Sequence[Rule]) -> None:
         self._store = store
+        self._join = join
         self._told_before = _told_by_records(store)
         self._report = IngestReport()
         self._intake = Intake(store)
@@ -158,7 +174,7 @@ class _Run:
         report.unknown_row = rows.unknown_row
         if repeated := intake.spans - intake.new_spans - intake.refused_spans:
             self._faults.add(REPEATED, Outcome.KEPT, count=repeated)
-        told = account_traces(self._store, intake.traces)
+        told = account_traces(self._store, intake.traces, self._join)
         intake.traces.close()
         _tell(report, told)
         self._faults.merge(told.faults)
@@ -220,6 +236,6 @@ def _told_by_records(store: Store) -> int:
 def _tell(report: IngestReport, told: Accounts) -> None:
     report.calls, report.embeddings = told.calls, told.embeddings
     report.unclaimed_logs += told.unclaimed_logs
-    report.joined_by = {str(rule): count for rule, count in told.joined_by.items()}
+    report.joined_by, report.kept_apart = told.joined_by, told.kept_apart
     report.by_dialect, report.by_grade = dict(told.by_dialect), dict(told.by_grade)
     report.by_reason = dict(told.by_reason.most_common())

@@ -23,6 +23,7 @@ from spangrad.adapters.same_call import (
     CANDIDATES,
     begin_together,
     group_accounts,
+    named_rollout,
     same_place,
     same_request,
 )
@@ -198,7 +199,7 @@ def _response_keys(reading: Reading) -> list[tuple[str, str]]:
     """Where a response id is looked for: in the trace, in the rollout, anywhere."""
     if reading.response_id is None:
         return []
-    places = (reading.span.trace_id, reading.rollout_id, ANYWHERE)
+    places = (reading.span.trace_id, named_rollout(reading), ANYWHERE)
     return [(place, reading.response_id) for place in places if place is not None]
 
 

@@ -68,6 +68,10 @@ class ModelCall:
     response_id: str | None = None
     conversation_id: str | None = None
     """Session, thread or conversation that a recorder named: a hint at what belongs to one rollout."""
+    service: str | None = None
+    """Service of the recorder, or project of the export: a conversation id is one of theirs."""
+    recorders: Sequence[str] = ()
+    """Instrumentation scopes that told of the call, in alphabetical order."""
     messages: Sequence[Mapping[str, Any]] = ()
     """Request messages in OpenAI chat form."""
     tools: Sequence[Mapping[str, Any]] = ()

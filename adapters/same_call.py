@@ -45,7 +45,7 @@ def begin_together(one: Reading, other: Reading) -> bool:
 
 def same_place(one: Reading, other: Reading) -> bool:
     """Whether nothing says that they are of different rollouts or attempts."""
-    return _agree(_named_rollout(one), _named_rollout(other)) and _agree(one.attempt, other.attempt)
+    return _agree(named_rollout(one), named_rollout(other)) and _agree(one.attempt, other.attempt)
 
 
 def same_request(one: Reading, other: Reading) -> bool:
@@ -197,7 +197,9 @@ def _spans(group: _Group) -> Iterable[Hashable]:
 
 
 def _places(group: _Group) -> list[str]:
-    places = (place for r in group.members for place in (r.span.trace_id, r.rollout_id) if place is not None)
+    places = (
+        place for r in group.members for place in (r.span.trace_id, named_rollout(r)) if place is not None
+    )
     return list(dict.fromkeys(places))
 
 
@@ -233,7 +235,7 @@ def _agree(one: Any, other: Any) -> bool:
     return one is None or other is None or one == other
 
 
-def _named_rollout(reading: Reading) -> str | None:
+def named_rollout(reading: Reading) -> str | None:
     """The rollout that a recorder named; one that was found afterwards is named by its first trace."""
     name = reading.rollout_id
     return None if name is None or _TRACE_ID.fullmatch(name) else name
@@ -247,6 +249,11 @@ def _same_model(one: str | None, other: str | None) -> bool:
     return long.startswith(short)
 
 
+def request_key(messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """The same for the same messages, whoever tells them; None if there are none."""
+    return _digest(map(_plain, messages)) if messages else None
+
+
 def _order(reading: Reading) -> tuple[int, int, str]:
     return reading.span.start_ns, -reading.span.end_ns, reading.span.span_id
 
@@ -256,7 +263,7 @@ def _id_of(reading: Reading) -> str | None:
 
 
 def _request_of(reading: Reading) -> str | None:
-    return _digest(map(_plain, reading.messages)) if reading.messages else None
+    return request_key(reading.messages)
 
 
 def _gist_of(reading: Reading) -> str | None:

@@ -2,42 +2,43 @@
 
 A raw client writes a trace of one span for every call; a chat writes a trace for every
 turn. Their calls are joined where one shows that it goes on from another. Knows calls'
-messages and ids; does not know dialects or token ids.
+messages and ids; does not know stores, dialects or token ids.
 
 Invariants:
-* calls whose recorder names a rollout are left alone, and nothing is joined to them;
 * the calls of one trace stay together: nothing here splits;
-* a call goes on only from calls that had ended when it began;
-* every joining has a named rule and is counted: none of them is proof.
+* a call goes on only from calls that had ended when it began, a day before at most;
+* every joining has a named rule, and so has what is kept apart: none of them is proof;
+* what is found follows from the calls alone, not from their order.
 """
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
 from typing import Any, Final
 
 from spangrad.adapters.comparing import plain_content, plain_tool_calls
+from spangrad.adapters.conversations import conversation_key
 from spangrad.adapters.model_call import ModelCall
-from spangrad.store.base import Store
+from spangrad.adapters.same_call import request_key
 
 PREFIXES_KEPT: Final = 8
 """How many of its earlier replies a call is looked up by, the last first."""
 CANDIDATES: Final = 64
 """How many calls with the very same messages and reply are looked through, the latest first."""
-_TRACE_ID: Final = re.compile("[0-9a-f]{32}")
 UNIQUE_ID_LENGTH: Final = 8
 """Tool-call ids that are shorter are counters (`call_0`) and join nothing."""
+GAP_NS: Final = 24 * 3600 * 10**9
+"""What begins later than this after the end of what it goes on from is a rollout of its own."""
 
 
 class Rule(StrEnum):
     """Why two traces are one rollout."""
 
     CONVERSATION = "conversation id"
-    """Both name the same session, thread or conversation."""
+    """Both name the same session, thread or conversation, and the same service or project."""
     PREFIX = "message prefix"
     """The later call's messages begin with the earlier call's messages and its reply."""
     TOOL_CALL = "tool-call id"
@@ -46,6 +47,24 @@ class Rule(StrEnum):
     """Spans of both tell of one call: of its request and its reply, or of its framework and its client."""
     RESPONSE = "previous response id"
     """The later call names the earlier one's response as what it goes on from."""
+
+    @property
+    def option(self) -> str:
+        """What it is called on a command line."""
+        return self.name.lower().replace("_", "-")
+
+
+GUESSED: Final = (Rule.CONVERSATION, Rule.PREFIX, Rule.RESPONSE, Rule.TOOL_CALL)
+"""Rules that can be switched off; that a call is told in two traces is no guess."""
+
+
+class KeptApart(StrEnum):
+    """Why a trace is no part of an earlier rollout."""
+
+    UNSPECIFIC = "unspecific conversation id"
+    """Its id is one that anybody could have thought of (`thread-1`), and no other rule joins it."""
+    GAP = "more than 24 h later"
+    """It goes on from another one, but that had ended more than GAP_NS before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +84,41 @@ class CallKeys:
     """Of the messages up to each of the last assistant messages, the longest first."""
     tool_calls_made: Sequence[str] = ()
     tool_calls_answered: Sequence[str] = ()
+    conversation_key: str | None = None
+    """None where the conversation id is not specific."""
+    request_key: str | None = None
+    """Of the messages, as every recorder tells them."""
+    recorders: Sequence[str] | None = None
+    trace_ids: Sequence[str] | None = None
+    """Traces that it is told in."""
+    rules: Sequence[str] | None = None
+    """Rules that may join it; None: all."""
+
+    def may(self, rule: Rule) -> bool:
+        """Whether this rule may join it."""
+        return self.rules is None or rule in self.rules
 
 
 @dataclass(slots=True)
 class Session:
     """Traces that are one rollout."""
 
-    rollout_id: str
-    """The trace id of the earliest."""
-    trace_ids: list[str]
-    """In order of their first call."""
-    joined_by: Counter[Rule] = field(default_factory=Counter)
-    """How many joinings each rule made; empty for a trace of its own."""
+    reasons: dict[str, Rule | KeptApart | None]
+    """Trace -> the rule that joined it to an earlier one, or what kept it apart; in order of first calls."""
+
+    @property
+    def trace_ids(self) -> list[str]:
+        """In order of their first call."""
+        return list(self.reasons)
+
+    @property
+    def joined_by(self) -> Counter[Rule]:
+        """How many joinings each rule made; empty for a trace of its own."""
+        return Counter(reason for reason in self.reasons.values() if isinstance(reason, Rule))
 
 
-def keys_of(call: ModelCall) -> CallKeys:
-    """The keys of one call. Cost: one hash over its messages."""
+def keys_of(call: ModelCall, rules: Sequence[Rule] = GUESSED) -> CallKeys:
+    """The keys of one call. Cost: two hashes over its messages."""
     running = blake2b(digest_size=16)
     prefixes: list[str] = []
     answered: list[str] = []
@@ -108,56 +146,50 @@ def keys_of(call: ModelCall) -> CallKeys:
         prefix_keys=tuple(reversed(prefixes[-PREFIXES_KEPT:])),
         tool_calls_made=tuple(i for choice in call.choices for i in _tool_call_ids(choice.message)),
         tool_calls_answered=tuple(answered),
+        conversation_key=conversation_key(call.service, call.conversation_id),
+        request_key=request_key(call.messages),
+        recorders=tuple(call.recorders),
+        trace_ids=tuple(call.trace_ids),
+        rules=None if set(rules) >= set(GUESSED) else tuple(sorted(rules)),
     )
 
 
-def join_sessions(store: Store, calls: Sequence[ModelCall]) -> Counter[Rule]:
-    """Give a rollout to every call that names none, together with what the store has of it already.
-
-    Returns how many joinings each rule made, those of earlier times included where the calls touch them.
-    """
-    unnamed = [call for call in calls if _names_no_rollout(call)]
-    rows = [asdict(keys_of(call)) for call in unnamed]
-    if not rows:
-        return Counter()
-    store.put_call_keys(rows)
-    related = store.related_call_keys(rows)
-    further = store.related_call_keys(related) if related else []  # what else goes on from the same
-    by_id = {row["call_id"]: CallKeys(**row) for row in (*further, *related, *rows)}
-    found = sessions(by_id.values(), [call.trace_ids for call in unnamed])
-    touched = {row["trace_id"] for row in rows}
-    groups = [session for session in found if touched.intersection(session.trace_ids)]
-    store.join_traces([session.trace_ids for session in groups])
-    return sum((session.joined_by for session in groups), Counter())
-
-
-def _names_no_rollout(call: ModelCall) -> bool:
-    """A rollout that was found here is named by a trace; a recorder's own name is no such id."""
-    return call.rollout_id is None or _TRACE_ID.fullmatch(call.rollout_id) is not None
-
-
-def sessions(calls: Iterable[CallKeys], told_in: Iterable[Sequence[str]] = ()) -> list[Session]:
+def sessions(calls: Iterable[CallKeys], joined: Iterable[Sequence[str]] = ()) -> list[Session]:
     """Join the traces of calls that name no rollout; ordered by the start of their first call.
 
     Near linear in the number of calls.
 
     Args:
         calls: What is known of each call.
-        told_in: For calls that are told in several traces: these traces, the call's own first.
+        joined: Traces that were found to be one before, and are without further reason.
     """
     in_order = sorted(calls, key=lambda call: (call.start_ns, call.call_id))
-    several = [trace_ids for trace_ids in told_in if len(trace_ids) > 1]
+    several = [call.trace_ids for call in in_order if call.trace_ids is not None and len(call.trace_ids) > 1]
     known = [call.trace_id for call in in_order] + [trace_id for some in several for trace_id in some]
-    joined = _Joined(dict.fromkeys(known))
+    traces = _Joined(dict.fromkeys(known))
     for own, *others in several:
         for other in others:
-            joined.join(own, other, Rule.ONE_CALL)
+            traces.join(own, other, Rule.ONE_CALL)
     found = _Found()
+    late: set[str] = set()
+    unspecific: set[str] = set()
     for call in in_order:
         for rule, earlier in found.continued_by(call):
-            joined.join(earlier.trace_id, call.trace_id, rule)
+            if _is_late(call, earlier):
+                late.add(call.trace_id)
+            else:
+                traces.join(earlier.trace_id, call.trace_id, rule)
+        if call.conversation_id is not None and call.conversation_key is None:
+            unspecific.add(call.trace_id)
         found.add(call)
-    return joined.sessions()
+    for own, *others in joined:
+        for other in others:
+            traces.join(own, other, None)
+    return traces.sessions({t: KeptApart.UNSPECIFIC for t in unspecific} | {t: KeptApart.GAP for t in late})
+
+
+def _is_late(call: CallKeys, earlier: CallKeys) -> bool:
+    return call.start_ns - earlier.end_ns > GAP_NS
 
 
 class _Found:
@@ -171,27 +203,34 @@ class _Found:
         self._continued: set[tuple[str, str]] = set()
 
     def add(self, call: CallKeys) -> None:
-        if call.conversation_id:
-            self._conversations.setdefault(call.conversation_id, call)
-        if call.response_id:
+        if (key := call.conversation_key) is not None and call.may(Rule.CONVERSATION):
+            last = self._conversations.get(key)
+            if last is None or call.end_ns >= last.end_ns:
+                self._conversations[key] = call
+        if call.response_id and call.may(Rule.RESPONSE):
             self._responses[call.response_id] = call
-        for key in call.reply_keys:
+        for key in call.reply_keys if call.may(Rule.PREFIX) else ():
             self._replies.setdefault(key, []).append(call)
-        for key in set(call.tool_calls_made):
+        for key in set(call.tool_calls_made) if call.may(Rule.TOOL_CALL) else ():
             self._tool_calls.setdefault(key, []).append(call)
 
     def continued_by(self, call: CallKeys) -> Iterable[tuple[Rule, CallKeys]]:
         """The calls that this one goes on from, with the rule that says so."""
-        if call.conversation_id and (first := self._conversations.get(call.conversation_id)):
-            yield Rule.CONVERSATION, first
-        if call.previous_response_id and (named := self._responses.get(call.previous_response_id)):
-            yield Rule.RESPONSE, named
-        for key in call.prefix_keys:
+        if call.conversation_key is not None and call.may(Rule.CONVERSATION):
+            last = self._conversations.get(call.conversation_key)
+            if last is not None:
+                yield Rule.CONVERSATION, last
+        if call.previous_response_id and call.may(Rule.RESPONSE):
+            named = self._responses.get(call.previous_response_id)
+            if named is not None:
+                yield Rule.RESPONSE, named
+        for key in call.prefix_keys if call.may(Rule.PREFIX) else ():
             if (earlier := self._latest(key, call)) is not None:
-                self._continued.add((key, earlier.call_id))
+                if not _is_late(call, earlier):
+                    self._continued.add((key, earlier.call_id))
                 yield Rule.PREFIX, earlier
                 return  # what that one goes on from is joined to it
-        for key in call.tool_calls_answered:
+        for key in call.tool_calls_answered if call.may(Rule.TOOL_CALL) else ():
             makers = self._tool_calls.get(key, ()) if len(key) >= UNIQUE_ID_LENGTH else ()
             if len(makers) == 1 and makers[0].end_ns <= call.start_ns:
                 yield Rule.TOOL_CALL, makers[0]
@@ -200,6 +239,7 @@ class _Found:
         """The latest call with that reply that had ended; rather one that nothing has gone on from."""
         last = self._replies.get(key, ())[-CANDIDATES:]
         ended = [c for c in last if c.end_ns <= call.start_ns]
+        ended = [c for c in ended if not _is_late(call, c)] or ended[-1:]
         own = [c for c in ended if c.trace_id == call.trace_id]
         fresh = [c for c in ended if (key, c.call_id) not in self._continued]
         return next((group[-1] for group in (own, fresh, ended) if group), None)
@@ -211,15 +251,14 @@ class _Joined:
     def __init__(self, trace_ids: Iterable[str]) -> None:
         self._order = {trace_id: index for index, trace_id in enumerate(trace_ids)}
         self._parents = {trace_id: trace_id for trace_id in self._order}
-        self._rules: dict[str, Counter[Rule]] = {}
+        self._rules: dict[str, Rule | None] = {}
+        """Each trace but the earliest of its set is joined once."""
 
-    def join(self, one: str, other: str, rule: Rule) -> None:
+    def join(self, one: str, other: str, rule: Rule | None) -> None:
         first, second = sorted((self._root(one), self._root(other)), key=self._order.__getitem__)
         if first != second:
             self._parents[second] = first
-            counts = self._rules.setdefault(first, Counter())
-            counts.update(self._rules.pop(second, Counter()))
-            counts[rule] += 1
+            self._rules[second] = rule
 
     def _root(self, trace_id: str) -> str:
         root = trace_id
@@ -229,11 +268,14 @@ class _Joined:
             self._parents[trace_id], trace_id = root, self._parents[trace_id]
         return root
 
-    def sessions(self) -> list[Session]:
-        members: dict[str, list[str]] = {}
+    def sessions(self, kept_apart: Mapping[str, KeptApart]) -> list[Session]:
+        members: dict[str, dict[str, Rule | KeptApart | None]] = {}
         for trace_id in self._order:
-            members.setdefault(self._root(trace_id), []).append(trace_id)
-        return [Session(root, ids, self._rules.get(root, Counter())) for root, ids in members.items()]
+            root = self._root(trace_id)
+            is_first = root == trace_id
+            reason = kept_apart.get(trace_id) if is_first else self._rules[trace_id]
+            members.setdefault(root, {})[trace_id] = reason
+        return [Session(reasons) for reasons in members.values()]
 
 
 def message_key(message: Mapping[str, Any]) -> bytes:

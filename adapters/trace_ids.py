@@ -1,12 +1,12 @@
 """Trace ids in order of arrival, each once, in little memory however many they are."""
 
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 _ADD = "INSERT INTO ids (id, has_span) VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET has_span = has_span OR ?2"
 
 
-class TraceIds:
+class TraceIds(Collection[str]):
     """A growing set; what does not fit into some megabytes is in a file that ends with it."""
 
     def __init__(self) -> None:
@@ -27,6 +27,15 @@ class TraceIds:
         """The ids as hex digits. Nothing is to be added meanwhile."""
         for (trace_id,) in self._ids.execute("SELECT id FROM ids ORDER BY number"):
             yield trace_id.hex()
+
+    def __contains__(self, trace_id: object) -> bool:
+        """Whether an id, as hex digits, was added."""
+        found = self._ids.execute("SELECT 1 FROM ids WHERE id = ?", [bytes.fromhex(str(trace_id))])
+        return found.fetchone() is not None
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return int(self._ids.execute("SELECT count(*) FROM ids").fetchone()[0])
 
     def close(self) -> None:
         """Remove it."""

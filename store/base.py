@@ -159,11 +159,12 @@ class Store(Protocol):
         """
         ...
 
-    def join_traces(self, groups: Sequence[Sequence[str]]) -> int:
-        """Make the traces of each group one rollout, with all that they were joined to before.
+    def set_sessions(self, groups: Sequence[Mapping[str, str | None]]) -> int:
+        """Make each group of traces a rollout, whatever they were joined to before.
 
-        For traces of which no span names a rollout. The rollout's id is its earliest trace's. Returns how
-        many traces were given to a rollout, or moved to another one.
+        For traces of which no span names a rollout; a group is trace id -> why it is joined, or not. The
+        rollout's id is its earliest trace's. Returns how many traces were given to a rollout, or moved to
+        another one.
         """
         ...
 
@@ -171,8 +172,15 @@ class Store(Protocol):
         """Store what later calls can be joined by: columns of the table `call_keys`."""
         ...
 
-    def related_call_keys(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Keys of stored calls that may go on from the given ones, or the given from them."""
+    def related_accounts(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Stored calls that may be accounts of a given one (`given_id`): `trace_id`, `trace_ids`, `rules`."""
+        ...
+
+    def related_call_keys(self, trace_ids: Sequence[str], limit: int) -> list[dict[str, Any]]:
+        """Keys of the calls of these traces and of all that may be of one rollout with any, and so on.
+
+        No further ones are looked for once there are more than `limit`.
+        """
         ...
 
     def put_metrics(self, run_id: str, update_index: int, metrics: Mapping[str, float]) -> None:

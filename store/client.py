@@ -284,21 +284,24 @@ class HubClient:
         """
         return int(self._call("mark_read", {"traces": dict(traces)}))
 
-    def join_traces(self, groups: Sequence[Sequence[str]]) -> int:
-        """Make the traces of each group one rollout, with all that they were joined to before.
+    def set_sessions(self, groups: Sequence[Mapping[str, str | None]]) -> int:
+        """Make each group of traces a rollout, whatever they were joined to before; trace id -> why.
 
         Returns how many traces were given to a rollout, or moved to another one.
         """
-        return int(self._call("join_traces", {"groups": [list(group) for group in groups]}))
+        return int(self._call("set_sessions", {"groups": [dict(group) for group in groups]}))
 
     def put_call_keys(self, rows: Sequence[Mapping[str, Any]]) -> int:
         """Store what later calls can be joined by: columns of the table `call_keys`."""
         return int(self._call("put_call_keys", {"rows": [dict(row) for row in rows]}))
 
-    def related_call_keys(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Keys of stored calls that may go on from the given ones, or the given from them."""
-        found: list[dict[str, Any]] = self._call("related_call_keys", {"rows": [dict(row) for row in rows]})
-        return found
+    def related_accounts(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Stored calls that may be accounts of a given one (`given_id`): `trace_id`, `trace_ids`, `rules`."""
+        return list(self._call("related_accounts", {"rows": [dict(row) for row in rows]}))
+
+    def related_call_keys(self, trace_ids: Sequence[str], limit: int) -> list[dict[str, Any]]:
+        """Keys of the calls of these traces and of all that may be of one rollout with any, and so on."""
+        return list(self._call("related_call_keys", {"trace_ids": list(trace_ids), "limit": limit}))
 
     def query(
         self,

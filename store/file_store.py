@@ -30,7 +30,7 @@ from spangrad.store.records import (
 )
 from spangrad.store.requests import logs_request, trace_request
 from spangrad.store.schema import TABLES
-from spangrad.store.tables import ledger, queue, sessions, unread
+from spangrad.store.tables import call_keys, ledger, queue, sessions, unread
 from spangrad.store.tables.database import OUTAGES, Database, store_error
 from spangrad.store.tables.evaluations import reward_by_records, reward_by_traces
 from spangrad.store.tables.logs import insert_logs, read_logs
@@ -327,7 +327,8 @@ class FileStore:
 
     def put_rewards(self, rewards: Sequence[Reward], *, author: RewardAuthor = RewardAuthor.OPERATOR) -> int:
         """Store rewards; whoever holds the file is the operator. Returns how many were new."""
-        with self._database.transaction() as con:
+        traces = [reward.trace_id for reward in rewards if reward.trace_id is not None]
+        with self._database.transaction() as con, self._database.partitions.united(con, traces):
             return put_rewards(con, rewards, author)
 
     def reward_author(self) -> RewardAuthor:
@@ -414,34 +415,43 @@ class FileStore:
         """
         with self._database.transaction() as con:
             done = unread.mark_read(con, traces)
-            if done and self._writer.are_judged(con):
-                with self._database.partitions.united(con, done):
+            with self._database.partitions.united(con, done):
+                if done and self._writer.are_judged(con):
                     reward_by_traces(con, done)
-            reward_by_events(con, done)
+                reward_by_events(con, done)
             return len(done)
 
     # sessions
 
-    def join_traces(self, groups: Sequence[Sequence[str]]) -> int:
-        """Make the traces of each group one rollout, with all that they were joined to before.
+    def set_sessions(self, groups: Sequence[Mapping[str, str | None]]) -> int:
+        """Make each group of traces a rollout, whatever they were joined to before.
 
-        For traces of which no span names a rollout. The rollout's id is its earliest trace's. Returns how
-        many traces were given to a rollout, or moved to another one.
+        For traces of which no span names a rollout; a group is trace id -> why it is joined, or not. The
+        rollout's id is its earliest trace's. Returns how many traces were given to a rollout, or moved to
+        another one.
         """
         with self._database.transaction() as con:
             given = [trace_id for group in groups for trace_id in group]
             with self._database.partitions.united(con, [*given, *sessions.joined(con, given)]):
-                return sessions.join_traces(con, groups)
+                return sessions.set_sessions(con, groups)
 
     def put_call_keys(self, rows: Sequence[Mapping[str, Any]]) -> int:
         """Store what later calls can be joined by: columns of the table `call_keys`."""
         with self._database.transaction() as con:
-            return sessions.put_call_keys(con, rows)
+            return call_keys.put_call_keys(con, rows)
 
-    def related_call_keys(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Keys of stored calls that may go on from the given ones, or the given from them."""
+    def related_accounts(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Stored calls that may be accounts of a given one (`given_id`): `trace_id`, `trace_ids`, `rules`."""
         with self._database.snapshot() as con:
-            return sessions.related_call_keys(con, rows)
+            return call_keys.related_accounts(con, rows)
+
+    def related_call_keys(self, trace_ids: Sequence[str], limit: int) -> list[dict[str, Any]]:
+        """Keys of the calls of these traces and of all that may be of one rollout with any, and so on.
+
+        No further ones are looked for once there are more than `limit`.
+        """
+        with self._database.snapshot() as con:
+            return call_keys.related_call_keys(con, trace_ids, limit)
 
     # questions
 

@@ -74,6 +74,24 @@ def m007_other(con: duckdb.DuckDBPyConnection) -> None:
         con.execute(f"ALTER TABLE {table} ADD COLUMN IF NOT EXISTS other JSON")
 
 
+def m008_joins(con: duckdb.DuckDBPyConnection) -> None:
+    """Why traces are joined or not, what finds other accounts of a call, rewards of traces.
+
+    What has keys is read again, for those that it lacks.
+    """
+    for column in (
+        "sessions ADD COLUMN IF NOT EXISTS reason VARCHAR",
+        "call_keys ADD COLUMN IF NOT EXISTS conversation_key VARCHAR",
+        "call_keys ADD COLUMN IF NOT EXISTS request_key VARCHAR",
+        "call_keys ADD COLUMN IF NOT EXISTS recorders VARCHAR[]",
+        "call_keys ADD COLUMN IF NOT EXISTS trace_ids VARCHAR[]",
+        "call_keys ADD COLUMN IF NOT EXISTS rules VARCHAR[]",
+        "rewards ADD COLUMN IF NOT EXISTS trace_id VARCHAR",
+    ):
+        con.execute(f"ALTER TABLE {column}")
+    con.execute("INSERT INTO unread_traces SELECT DISTINCT trace_id, 0 FROM call_keys")
+
+
 MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m001_initial,
     m002_place_of_calls,
@@ -82,6 +100,7 @@ MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m005_unread_traces,
     m006_archive,
     m007_other,
+    m008_joins,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

@@ -98,12 +98,16 @@ def _put_calls(store: FileStore, arguments: Arguments, role: Role) -> int:
     return store.put_calls(**arguments)
 
 
-def _join_traces(store: FileStore, arguments: Arguments, role: Role) -> int:
-    return store.join_traces(**arguments)
+def _set_sessions(store: FileStore, arguments: Arguments, role: Role) -> int:
+    return store.set_sessions(**arguments)
 
 
 def _put_call_keys(store: FileStore, arguments: Arguments, role: Role) -> int:
     return store.put_call_keys(**arguments)
+
+
+def _related_accounts(store: FileStore, arguments: Arguments, role: Role) -> list[dict[str, Any]]:
+    return store.related_accounts(**arguments)
 
 
 def _related_call_keys(store: FileStore, arguments: Arguments, role: Role) -> list[dict[str, Any]]:
@@ -137,7 +141,6 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     "enqueue": Operation(Role.TRAINER, _enqueue),
     "finish": Operation(Role.EVALUATOR, _finish),
     "heartbeat": Operation(Role.EVALUATOR, _heartbeat),
-    "join_traces": Operation(Role.TRAINER, _join_traces),
     "last_update": Operation(Role.EVALUATOR, _last_update),
     "mark_read": Operation(Role.TRAINER, _mark_read),
     "policies": Operation(Role.EVALUATOR, _policies),
@@ -147,11 +150,13 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     "put_policy": Operation(Role.TRAINER, _put_policy),
     "put_rewards": Operation(Role.EVALUATOR, _put_rewards),
     "query": Operation(Role.EVALUATOR, _query),
+    "related_accounts": Operation(Role.EVALUATOR, _related_accounts),
     "related_call_keys": Operation(Role.EVALUATOR, _related_call_keys),
     "requeue": Operation(Role.TRAINER, _requeue),
     "reward_author": Operation(Role.EVALUATOR, _reward_author),
     "rewards": Operation(Role.EVALUATOR, _rewards),
     "rollouts": Operation(Role.EVALUATOR, _rollouts),
+    "set_sessions": Operation(Role.TRAINER, _set_sessions),
     "stats": Operation(Role.EVALUATOR, _stats),
     "unread_traces": Operation(Role.EVALUATOR, _unread_traces),
     "updates": Operation(Role.EVALUATOR, _updates),

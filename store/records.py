@@ -218,6 +218,9 @@ class Reward:
     explanation: str | None = None
     attempt: int | None = None
     time_ns: int | None = None
+    trace_id: str | None = None
+    """The trace that it was given for. Where the rollout has several with calls, the store keeps it at the
+    last call of this one; alone, it is the rollout's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,13 +180,16 @@ SESSIONS = Table(
     (
         Column("trace_id", "VARCHAR", "the trace"),
         Column("rollout_id", "VARCHAR", "trace id of the rollout's earliest trace"),
+        Column(
+            "reason", "VARCHAR", "rule that joined it to an earlier trace, or what kept it from one", True
+        ),
     ),
     key=("trace_id",),
 )
 
 CALL_KEYS = Table(
     "call_keys",
-    "What of a call is needed to find what it goes on from, where no rollout is named.",
+    "What finds what a call goes on from, and other accounts of it, where its recorder names no rollout.",
     (
         Column("call_id", "VARCHAR", "the call"),
         Column("trace_id", "VARCHAR", "its trace"),
@@ -199,6 +202,13 @@ CALL_KEYS = Table(
         Column("prefix_keys", "VARCHAR[]", "hashes of the messages up to its last assistant messages"),
         Column("tool_calls_made", "VARCHAR[]", "ids of the tool calls in its reply"),
         Column("tool_calls_answered", "VARCHAR[]", "ids of the tool calls whose results it shows"),
+        Column(
+            "conversation_key", "VARCHAR", "hash of service and conversation; NULL: it may be anybody's", True
+        ),
+        Column("request_key", "VARCHAR", "hash of the messages, for other accounts of the call", True),
+        Column("recorders", "VARCHAR[]", "instrumentation scopes that told of it", True),
+        Column("trace_ids", "VARCHAR[]", "traces that it is told in", True),
+        Column("rules", "VARCHAR[]", "rules that may join it; NULL: all", True),
     ),
     key=("call_id",),
 )
@@ -256,6 +266,7 @@ REWARDS = Table(
         Column("author", "VARCHAR", "agent, evaluator or operator; by key, never by claim"),
         Column("explanation", "VARCHAR", "why", True),
         Column("time_ns", "BIGINT", "Unix time, ns"),
+        Column("trace_id", "VARCHAR", "the part that it was given for: one trace of the rollout", True),
     ),
     key=("reward_id",),
 )

@@ -20,6 +20,8 @@ from spangrad.trainer.processes import free_port
 from tests.command_line import listed, recorded, spangrad
 from tests.waiting import wait_until
 
+MULTI_TURN = Path(__file__).parent / "adapters/fixtures/genai_openai/multi_turn.otlp.jsonl"
+
 COMMANDS = (
     "run",
     "ingest",
@@ -174,6 +176,27 @@ def test_ingest_says_what_the_calls_are_good_for(tmp_path: Path) -> None:
     again = spangrad("ingest", str(file), "--store", target)
     assert "new_spans\t-\t0" in again.stdout
     assert "grade\texact\t1" in again.stdout
+
+
+def test_ingest_joins_by_the_rules_that_are_named(tmp_path: Path) -> None:
+    target, traces = str(tmp_path / "new.duckdb"), str(MULTI_TURN)
+    for options, joined in (
+        (["--no-join"], {}),
+        (["--join", "conversation, response"], {}),
+        (["--join", "prefix"], {"message prefix": 3}),
+        ([], {"message prefix": 3}),
+    ):
+        (found,) = listed("ingest", traces, "--store", target, "--json", *options)
+        assert found["joined_by"] == joined
+        rollouts = listed("rollouts", "--store", target, "--json")
+        assert len(rollouts) == (1 if joined else 4)
+    wrong = spangrad("ingest", traces, "--store", target, "--join", "prefixes")
+    assert wrong.returncode == 1
+    (line,) = wrong.stderr.splitlines()
+    assert "'prefixes' is no rule; did you mean 'prefix'?" in line
+    assert "conversation, prefix, response, tool-call" in line
+    both = spangrad("ingest", traces, "--store", target, "--join", "prefix", "--no-join")
+    assert (both.returncode, len(both.stderr.splitlines())) == (1, 1)
 
 
 @pytest.mark.slow

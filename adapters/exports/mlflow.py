@@ -6,7 +6,7 @@ ids and other names for the same.
 
 Invariant: nothing is thrown away. `info` is an attribute of the trace's first span without a parent; whatever
 of a span OTel has no field for is one of that span. The session, if there is one, is on every span, for a
-span is read by itself.
+span is read by itself; so is the experiment.
 """
 
 import base64
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
+from spangrad.adapters.conversations import PROJECT
 from spangrad.adapters.dialects.mlflow import SESSION
 from spangrad.adapters.exports import ids
 from spangrad.adapters.exports.columns import listed, plain_mapping, text
@@ -47,12 +48,15 @@ def spans_of(row: Mapping[str, Any]) -> Iterator[Span]:
         return
     info, spans = parts
     session = _metadata(info).get(SESSION)
+    experiment = _experiment(info)
     roots = [index for index, span in enumerate(spans) if _parent(span) is None]
     first = roots[0] if roots else 0
     for index, told in enumerate(spans):
         extra = {INFO: json.dumps(info, ensure_ascii=False, default=str)} if index == first and info else {}
         if isinstance(session, str) and session:
             extra[SESSION] = json.dumps(session, ensure_ascii=False)
+        if experiment is not None:
+            extra[PROJECT] = experiment
         yield _span(told, info, extra)
 
 
@@ -190,6 +194,12 @@ def _row_id(info: Mapping[str, Any]) -> str | None:
 
 def _metadata(info: Mapping[str, Any]) -> Mapping[str, Any]:
     return plain_mapping(info.get("trace_metadata") or info.get("request_metadata"))
+
+
+def _experiment(info: Mapping[str, Any]) -> str | None:
+    place = plain_mapping(info.get("trace_location"))
+    found = info.get("experiment_id") or plain_mapping(place.get("mlflow_experiment")).get("experiment_id")
+    return str(found) if isinstance(found, str | int) else None
 
 
 def _label(value: Any) -> str | None:

@@ -36,6 +36,11 @@ _WITHOUT_SPANS: Final = """
 SELECT rollout_id FROM rollouts WHERE status IN ('succeeded', 'failed')
   AND greatest(enqueued_ns, started_ns, ended_ns) < ? AND rollout_id NOT IN (SELECT rollout_id FROM seen)
 """
+_FORGET_ACCOUNTS: Final = """
+UPDATE call_keys SET trace_ids = list_filter(trace_ids, lambda t: NOT list_contains(gone.ids, t))
+FROM (SELECT list(trace_id) AS ids FROM gone_traces) gone WHERE list_has_any(trace_ids, gone.ids)
+"""
+"""A call that is told in a trace that goes may be one of a trace that stays."""
 _OLD_LOGS: Final = "SELECT log_id FROM logs WHERE trace_id IS NULL AND greatest(time_ns, observed_ns) < ?"
 
 
@@ -160,6 +165,7 @@ def _delete(con: duckdb.DuckDBPyConnection, selection: Selection, erased: Erased
     erased.database["tasks"] = int(count)
     erased.database[MESSAGES.name] = forget_messages(con)
     erased.database[UPDATES.name] = _forget_ids(con, selection.rollouts)
+    con.execute(_FORGET_ACCOUNTS)
 
 
 def _forget_ids(con: duckdb.DuckDBPyConnection, rollout_ids: Sequence[str]) -> int:
@@ -181,7 +187,7 @@ def _names_what_goes(table: Table) -> str:
     conditions: list[str] = []
     if "trace_id" in columns:
         conditions.append(f"trace_id {_OF_TRACE}")
-    elif "call_id" in columns:
+    if "call_id" in columns:
         conditions.append(f"split_part(call_id, '-', 1) {_OF_TRACE}")
     if "rollout_id" in columns:
         conditions.append("rollout_id IN (SELECT rollout_id FROM gone_rollouts)")

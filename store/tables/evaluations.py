@@ -17,6 +17,7 @@ import duckdb
 
 from spangrad.store.encoding import decode_json
 from spangrad.store.records import Reward, RewardAuthor, Span
+from spangrad.store.tables.placing import placed
 from spangrad.store.tables.rewards import insert_rewards
 from spangrad.store.tables.rows import select_dicts
 from spangrad.tracer import conventions as c
@@ -30,6 +31,7 @@ _IS_EVALUATION: Final = f"coalesce(nullif(event_name, ''), attributes->>'event.n
 _COLUMNS: Final = "log_id, trace_id, span_id, time_ns, observed_ns, attributes, author"
 _SPANS: Final = (
     "SELECT s.trace_id, s.span_id, coalesce(s.rollout_id, n.rollout_id) AS rollout_id, s.attempt, "
+    "s.rollout_id IS NULL AS is_found, "
     f"s.attributes->>'{c.OPERATION_NAME}' AS operation, s.attributes->>'{c.SPAN_ROLE}' AS role, "
     f"s.attributes->>'{c.RESPONSE_ID}' AS response_id, "
     "EXISTS (SELECT 1 FROM calls WHERE call_id = s.trace_id || '-' || s.span_id) AS is_call "
@@ -98,7 +100,8 @@ def _reward(con: duckdb.DuckDBPyConnection, rows: Sequence[dict[str, Any]]) -> i
         for row, span in zip(records, judged, strict=True)
         if span is not None and (reward := _reward_of(row, span)) is not None
     ]
-    return insert_rewards(con, rewards)
+    in_place = placed(con, [reward for reward, _ in rewards])
+    return insert_rewards(con, list(zip(in_place, [log_id for _, log_id in rewards], strict=True)))
 
 
 def _judged(
@@ -163,6 +166,7 @@ def _reward_of(row: Mapping[str, Any], span: Mapping[str, Any]) -> Reward | None
         explanation=None if explanation is None else str(explanation),
         attempt=span["attempt"],
         time_ns=min(row["time_ns"] or row["observed_ns"], _LAST_NS),
+        trace_id=span["trace_id"] if span["is_found"] and not is_its_own else None,
     )
 
 

@@ -3,7 +3,7 @@
 Knows the table `rewards`. Invariants: the author is what the caller's key says; a reward
 without an attempt is for the rollout's current one. A reward with a time is one row, however
 often it is sent; one without is given now, and is a repeat only of the latest row of its
-(rollout, attempt, call, name, author): any other value is another row, later than all before
+(rollout, attempt, call, name, trace, author): any other value is another row, later than all before
 (readers take the last one of a name and author).
 """
 
@@ -19,10 +19,11 @@ from spangrad.errors import StoreError
 from spangrad.store.encoding import encode_json
 from spangrad.store.records import Reward, RewardAuthor
 from spangrad.store.schema import REWARDS
+from spangrad.store.tables.placing import placed
 from spangrad.store.tables.rows import insert_rows, select_dicts
 
-_Subject = tuple[str, int | None, str | None, str]
-"""(rollout_id, attempt, call_id, name): what a reward is about."""
+_Subject = tuple[str, int | None, str | None, str, str | None]
+"""(rollout_id, attempt, call_id, name, trace_id): what a reward is about."""
 _LAST_NS = 2**63 - 1
 
 
@@ -45,6 +46,7 @@ def put_rewards(con: duckdb.DuckDBPyConnection, rewards: Sequence[Reward], autho
         replace(r, author=author, attempt=current.get(r.rollout_id) if r.attempt is None else r.attempt)
         for r in rewards
     ]
+    filled = placed(con, filled)
     timed = [reward for reward in filled if reward.time_ns is not None]
     new = insert_rewards(con, [(reward, _identity(reward)) for reward in timed])
     given = _not_repeated(con, [reward for reward in filled if reward.time_ns is None], author)
@@ -64,6 +66,7 @@ def insert_rewards(con: duckdb.DuckDBPyConnection, rewards: Sequence[tuple[Rewar
             "author": str(reward.author),
             "explanation": reward.explanation,
             "time_ns": reward.time_ns,
+            "trace_id": reward.trace_id,
         }
         for reward, identity in rewards
     }
@@ -105,7 +108,7 @@ def _not_repeated(
 
 
 def _subject(reward: Reward) -> _Subject:
-    return reward.rollout_id, reward.attempt, reward.call_id, reward.name
+    return reward.rollout_id, reward.attempt, reward.call_id, reward.name, reward.trace_id
 
 
 def _content(reward: Reward) -> tuple[float, str | None]:
@@ -113,10 +116,11 @@ def _content(reward: Reward) -> tuple[float, str | None]:
 
 
 def _identity(reward: Reward) -> str:
+    about: list[str | int | None] = [reward.rollout_id, reward.attempt, reward.call_id]
+    if reward.trace_id is not None:  # the rest follows from what is joined to it
+        about = ["trace", reward.trace_id]
     parts = [
-        reward.rollout_id,
-        reward.attempt,
-        reward.call_id,
+        *about,
         reward.name,
         float(reward.value),
         str(reward.author),
@@ -142,6 +146,7 @@ def select_rewards(con: duckdb.DuckDBPyConnection, rollout_ids: Sequence[str] | 
             explanation=row["explanation"],
             attempt=row["attempt"],
             time_ns=row["time_ns"],
+            trace_id=row["trace_id"],
         )
         for row in rows
     ]

@@ -111,7 +111,9 @@ def by_tool_call() -> list[Span]:
 
 def by_conversation() -> list[Span]:
     return [
-        genai(n, [said("user", f"question {n}")], said("assistant", "yes"), **{c.CONVERSATION_ID: "thread-9"})
+        genai(
+            n, [said("user", f"question {n}")], said("assistant", "yes"), **{c.CONVERSATION_ID: "order-1047"}
+        )
         for n in (1, 2, 3)
     ]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from spangrad.adapters.conversations import PROJECT
 from spangrad.adapters.exports.mlflow import INFO, REST, is_row, scores_of, spans_of
 from spangrad.adapters.exports.score import Score
 from spangrad.store.otlp import encode_request
@@ -32,7 +33,7 @@ def row_of(spans: list[Span]) -> dict[str, Any]:
 
 
 def _told(span: Span, session: str | None) -> dict[str, Any]:
-    added = {INFO, REST, *(["mlflow.trace.session"] if session else [])}
+    added = {INFO, REST, PROJECT, *(["mlflow.trace.session"] if session else [])}
     told: dict[str, Any] = {
         "trace_id": base64.b64encode(bytes.fromhex(span.trace_id)).decode(),
         "span_id": base64.b64encode(bytes.fromhex(span.span_id)).decode(),

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from spangrad.adapters.calls import calls_from_spans
 from spangrad.adapters.model_call import Choice, Grade, ModelCall
-from spangrad.adapters.sessions import CANDIDATES, Rule, keys_of, sessions
+from spangrad.adapters.sessions import CANDIDATES, GAP_NS, GUESSED, KeptApart, Rule, keys_of, sessions
 from tests.adapters.captured import captured
 
 ASK = {"role": "user", "content": "plan"}
+TOLD = {"role": "user", "content": "something else"}
 TOOL = {
     "id": "call_3f9a2b17",
     "type": "function",
@@ -102,11 +103,70 @@ def test_an_id_that_two_calls_made_joins_nothing():
 
 def test_conversations_and_named_responses_are_believed():
     calls = [
-        call(1, conversation_id="c", response_id="r1"),
-        call(2, conversation_id="c"),
+        call(1, conversation_id="conv-7f3a21", response_id="r1"),
+        call(2, conversation_id="conv-7f3a21"),
         call(3, sampling={"previous_response_id": "r1"}),
     ]
     assert joined(*calls) == [([1, 2, 3], {Rule.CONVERSATION: 1, Rule.RESPONSE: 1})]
+
+
+def test_the_same_id_of_two_services_is_two_conversations():
+    calls = [call(i, conversation_id="7f3a21", service=s) for i, s in enumerate(["a", "b", None, "a", None])]
+    assert joined(*calls) == [
+        ([0, 3], {Rule.CONVERSATION: 1}),
+        ([1], {}),
+        ([2, 4], {Rule.CONVERSATION: 1}),  # recorders that tell no service are of one
+    ]
+
+
+def reasons(*calls: ModelCall) -> list[Any]:
+    return [reason for session in sessions(map(keys_of, calls)) for reason in session.reasons.values()]
+
+
+def test_an_id_that_anybody_has_joins_nothing_alone_and_is_counted():
+    said = {"role": "assistant", "content": "ok"}
+    calls = [call(1, conversation_id="thread-1"), call(2, (ASK, said, ASK), conversation_id="thread-1")]
+    others = [call(3, (TOLD,), conversation_id="thread-1"), call(4, (TOLD,))]
+    assert reasons(*calls, *others) == [KeptApart.UNSPECIFIC, Rule.PREFIX, KeptApart.UNSPECIFIC, None]
+
+
+@pytest.mark.parametrize("later", [0, 1])
+@pytest.mark.parametrize("how", ["conversation", "prefix", "response", "tool-call"])
+def test_what_begins_more_than_a_day_later_is_a_rollout_of_its_own(how, later):
+    said = {"role": "assistant", "content": None, "tool_calls": [TOOL]}
+    result = {"role": "tool", "content": "1", "tool_call_id": TOOL["id"]}
+    first = call(1, reply=said, conversation_id="7f3a21", response_id="r1")
+    told: dict[str, dict[str, Any]] = {
+        "conversation": {"conversation_id": "7f3a21"},
+        "prefix": {"messages": (ASK, said, ASK)},
+        "response": {"sampling": {"previous_response_id": "r1"}},
+        "tool-call": {"messages": (result,)},
+    }
+    second = call(2, start_ns=first.end_ns + GAP_NS + later, **told[how])
+    rule = next(rule for rule in Rule if rule.option == how)
+    assert reasons(first, second) == ([None, KeptApart.GAP] if later else [None, rule])
+
+
+def test_a_conversation_goes_on_as_long_as_no_pause_is_too_long():
+    calls = [call(i, conversation_id="7f3a21", start_ns=i * GAP_NS) for i in range(1, 5)]
+    late = call(6, conversation_id="7f3a21", start_ns=6 * GAP_NS)
+    assert reasons(*calls, late) == [None, *[Rule.CONVERSATION] * 3, KeptApart.GAP]
+    assert len(joined(*calls, late, call(5, conversation_id="7f3a21", start_ns=5 * GAP_NS))) == 1
+
+
+@pytest.mark.parametrize("is_off", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("rule", GUESSED)
+def test_a_rule_that_is_off_for_one_of_two_calls_does_not_join_them(rule, is_off):
+    said = {"role": "assistant", "content": None, "tool_calls": [TOOL]}
+    result = {"role": "tool", "content": "1", "tool_call_id": TOOL["id"]}
+    told = {"conversation_id": "7f3a21", "sampling": {"previous_response_id": "r1"}}
+    calls = [call(1, reply=said, response_id="r1", **told), call(2, (ASK, said, result), **told)]
+    rest = [r for r in GUESSED if r is not rule]
+    keys = [keys_of(each, rest if off else GUESSED) for each, off in zip(calls, is_off, strict=True)]
+    [found] = sessions(keys)
+    assert rule not in found.joined_by
+    keys = [keys_of(each, () if off else [rule]) for each, off in zip(calls, is_off, strict=True)]
+    assert len(sessions(keys)) == 2
 
 
 def test_a_trace_is_never_split():
@@ -129,7 +189,9 @@ def test_every_trace_is_in_one_session_whatever_the_order_of_arrival(shapes, ran
     for number, (history, said, conversation) in enumerate(shapes, start=1):
         messages = [ASK] + [{"role": "assistant", "content": str(said)}, ASK] * history
         calls.append(
-            call(number, tuple(messages), str(said), conversation_id=str(conversation) * conversation)
+            call(
+                number, tuple(messages), str(said), conversation_id=[None, "thread-1", "7f3a21"][conversation]
+            )
         )
     found = joined(*calls)
     assert sorted(trace for traces, _ in found for trace in traces) == list(range(1, len(calls) + 1))

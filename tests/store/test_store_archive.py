@@ -24,7 +24,7 @@ from spangrad.store.archive.rewrite import rewrite
 from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import encode_logs
 from spangrad.store.reading import open_to_read
-from spangrad.store.records import LogRecord, Rollout, Span, Update
+from spangrad.store.records import LogRecord, Reward, Rollout, Span, Update
 from spangrad.tracer import conventions as names
 from tests.store.building import conversation, new_trace, request, span
 
@@ -115,7 +115,7 @@ def test_a_session_moves_whole_and_a_rollout_of_two_traces_with_its_later_one(tm
     first, second, third, fourth = (new_trace() for _ in range(4))
     with FileStore(path) as store:
         store.put_otlp(request(on_day([span(first)], 1) + on_day([span(second)], 3)))
-        store.join_traces([[first, second]])
+        store.set_sessions([{first: None, second: "conversation id"}])
         store.put_otlp(
             request(on_day([span(third, rollout="r")], 1) + on_day([span(fourth, rollout="r")], 3))
         )
@@ -177,7 +177,7 @@ def test_late_evaluations_and_joins_find_what_is_archived(tmp_path: Path) -> Non
     first, second = new_trace(), new_trace()
     with FileStore(path) as store:
         store.put_otlp(request(on_day([span(first)], 1)))
-        store.join_traces([[first]])
+        store.set_sessions([{first: None}])
     archived(path, 4)
     attributes = {names.REWARD_NAME: "right", names.REWARD_VALUE: 0.5}
     judged = spans[1][0]
@@ -191,11 +191,40 @@ def test_late_evaluations_and_joins_find_what_is_archived(tmp_path: Path) -> Non
             f"{judged.trace_id}-{judged.span_id}",
         )
         store.put_otlp(request(on_day([span(second)], 9)))
-        store.join_traces([[first, second]])
+        store.set_sessions([{first: None, second: "conversation id"}])
         (session,) = store.rollouts(rollout_ids=[first])
         assert (session.started_ns, session.ended_ns) == (DAY_NS, 9 * DAY_NS + 5)
         assert {s.trace_id for s in store.spans([first])} == {first, second}
         assert store.put_otlp(request(on_day([span(new_trace())], 9))) == 1  # spans can be written to again
+
+
+def test_a_reward_of_an_archived_trace_is_at_the_last_of_its_spans(tmp_path: Path) -> None:
+    """The trace tells only of calls that other traces of its rollout have."""
+    path = tmp_path / "s.duckdb"
+    first, second, third = (new_trace() for _ in range(3))
+    told_again = on_day([span(first), span(first)], 1)
+    told_again[1] = replace(told_again[1], start_ns=told_again[1].start_ns + 1)
+    with FileStore(path) as store:
+        store.put_otlp(request(told_again))
+        store.set_sessions([{first: None}])
+        store.put_rewards([Reward(first, 1.0, trace_id=first)])
+    archived(path, 4)
+    with FileStore(path) as store:
+        later = on_day([span(second), span(third)], 9)
+        call = {"attempt": 0, "dialect": "x", "grade": "text", "grade_reasons": [], "purpose": "agent"}
+        call |= {"start_ns": 1, "end_ns": 2}
+        store.put_otlp(request(later))
+        store.put_calls(
+            [
+                {"call_id": f"{s.trace_id}-{s.span_id}", "trace_id": s.trace_id, "span_id": s.span_id} | call
+                for s in later
+            ]
+        )
+        store.set_sessions([dict.fromkeys((first, second, third))])
+        store.put_rewards([Reward(first, 0.5, name="late", trace_id=first)])
+        last = f"{first}-{told_again[1].span_id}"
+        found = [(r.name, r.rollout_id, r.call_id, r.trace_id) for r in store.rewards()]
+        assert found == [("reward", first, last, first), ("late", first, last, first)]
 
 
 def test_messages_that_others_use_are_in_both(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.store.building import new_trace, request, span
 from tests.store.test_store_archive import DAY_NS, all_of, archived, killed, on_day, rows
 
 USER = [("enduser.id", "42")]
+KEY_LISTS = ("reply_keys", "prefix_keys", "tool_calls_made", "tool_calls_answered")
 SHARED = json.dumps({"role": "system", "content": "You help " + secrets.token_hex(40)})
 
 
@@ -176,13 +177,26 @@ def test_whatever_names_the_user_takes_its_whole_rollout_along(tmp_path: Path, p
             of_user(1, 42 if number == 0 else 1, "d", rollout=None, place=place) for number in range(3)
         ]
         store.put_otlp(request([s for some in foreign for s in some]))
-        store.join_traces([[foreign[0][0].trace_id, foreign[1][0].trace_id]])
+        store.set_sessions([dict.fromkeys((foreign[0][0].trace_id, foreign[1][0].trace_id))])
         selection = select_by_attribute(store.database, USER)
         assert selection.rollouts == sorted(["r", min(foreign[0][0].trace_id, foreign[1][0].trace_id)])
         assert len(selection.traces) == 4
+        gone, stays = foreign[0][0].trace_id, foreign[2][0].trace_id
+        key: dict[str, Any] = {"start_ns": 1, "end_ns": 2} | {name: [] for name in KEY_LISTS}
+        store.put_call_keys(
+            [
+                {"call_id": f"{t}-{'0' * 16}", "trace_id": t, "trace_ids": [stays, gone]} | key
+                for t in (gone, stays)
+            ]
+        )
+        store.put_rewards([Reward("t", 1.0, call_id=f"{gone}-{'0' * 16}"), Reward("t", 1.0, trace_id=gone)])
         erase(store.database, selection)
         assert {s.rollout_id for s in store.spans()} == {"s", None}
         assert len(list(store.spans())) == 4
+        assert store.query("SELECT trace_id, trace_ids FROM call_keys") == [
+            {"trace_id": stays, "trace_ids": [stays]}
+        ]
+        assert not store.rewards()
 
 
 def test_what_is_too_old_goes_and_what_is_needed_stays(tmp_path: Path) -> None:

@@ -44,6 +44,20 @@ def test_migrations_lead_to_the_declared_schema() -> None:
     assert applied == [(i + 1, step.__name__) for i, step in enumerate(MIGRATIONS)]
 
 
+@pytest.mark.parametrize("version", range(1, SCHEMA_VERSION))
+def test_a_store_of_any_older_schema_comes_to_the_declared_one(version: int) -> None:
+    with duckdb.connect() as con, duckdb.connect() as new:
+        con.execute("CREATE TABLE schema_migrations (version INTEGER, name VARCHAR, applied_ns BIGINT)")
+        for number, step in enumerate(MIGRATIONS[:version], start=1):
+            step(con)
+            con.execute("INSERT INTO schema_migrations VALUES (?, ?, 0)", [number, step.__name__])
+        con.execute("INSERT INTO rewards VALUES ('w', 'r', 0, NULL, 'reward', 0.5, 'operator', NULL, 7)")
+        assert migrate(con, "m") == list(range(version + 1, SCHEMA_VERSION + 1))
+        migrate(new, "m")
+        assert described(con) == described(new)
+        assert con.execute("SELECT value FROM rewards").fetchall() == [(0.5,)]
+
+
 def test_a_store_of_a_newer_schema_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "s.duckdb"
     FileStore(path).close()

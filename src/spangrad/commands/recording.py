@@ -11,10 +11,12 @@ import typer
 
 from spangrad.commands.options import DEFAULT_STORE, JsonOption, KeyOption, StoreOption, is_hub, opened
 from spangrad.commands.output import cell, note, print_json, print_rows
-from spangrad.errors import DialectError, StoreError, StoreLockedError
+from spangrad.errors import ConfigError, DialectError, StoreError, StoreLockedError
+from spangrad.store.names import nearest
 
 if TYPE_CHECKING:
     from spangrad.adapters.ingest import IngestReport
+    from spangrad.adapters.sessions import Rule
 
 _SCOPES_SHOWN: Final = 8
 
@@ -77,6 +79,17 @@ def ingest(
     ],
     store: StoreOption = DEFAULT_STORE,
     key: KeyOption = None,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            "--join",
+            metavar="RULES",
+            help="What may join traces: conversation,prefix,response,tool-call; by default all of these.",
+        ),
+    ] = None,
+    no_join: Annotated[
+        bool, typer.Option("--no-join", help="Join no traces: each is a rollout of its own.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Read traces that another tool exported, and say what each call is good for.
@@ -89,7 +102,13 @@ def ingest(
 
     All spans are stored as they are; a call in no known dialect is counted.
     Calls whose recorder names no rollout get one: their trace, joined with
-    the traces that go on from it.
+    the traces that go on from it within a day, by these rules: both name the
+    same conversation of one service or project (conversation); the later
+    repeats messages and reply of the earlier (prefix), names its response
+    (response), or has the result of a tool call of its reply (tool-call).
+    Each joining is counted. --join names the rules to go by, --no-join none;
+    traces keep to the rules that they were ingested with. To join them by
+    other rules, ingest them again: they are joined, or parted, anew.
 
     Every model call gets a grade (exact, ids, text, unusable) and the
     reasons why it is not better. Reading a file twice stores it once. Exit
@@ -97,8 +116,9 @@ def ingest(
     """
     from spangrad.adapters.ingest import ingest as ingest_files
 
+    rules = _rules(join, no_join)
     with opened(store, key, to_write=True) as target, _progress() as progress:
-        found = ingest_files(paths, target, progress=progress)
+        found = ingest_files(paths, target, progress=progress, join=rules)
     if as_json:
         print_json([found.to_json()])
     if found.files and found.broken_files == found.files:
@@ -114,6 +134,25 @@ def ingest(
         _tell_no_calls(found)
     if not (found.calls or found.embeddings or found.logs or found.scores):
         raise typer.Exit(1)  # nothing was usable
+
+
+def _rules(join: str | None, no_join: bool) -> "tuple[Rule, ...]":
+    """The rules that --join and --no-join name."""
+    from spangrad.adapters.sessions import GUESSED
+
+    if no_join and join is not None:
+        raise ConfigError(f"--no-join contradicts --join {join!r}; give one of them")
+    if no_join:
+        return ()
+    by_name = {rule.option: rule for rule in GUESSED}
+    names = list(by_name) if join is None else [name.strip() for name in join.split(",")]
+    for name in names:
+        if name not in by_name:
+            hint = nearest(name, list(by_name))
+            raise ConfigError(
+                f"--join {join!r}: {name!r} is no rule{hint}; the rules are {', '.join(by_name)}"
+            )
+    return tuple(by_name[name] for name in names)
 
 
 def _print_report(found: "IngestReport") -> None:
