@@ -88,6 +88,8 @@ class IngestReport:
     """Rewards that they gave and the store did not have."""
     scores_left_out: Mapping[str, int] = field(default_factory=dict)
     """Scores that gave no reward, by reason."""
+    scores_of_parts: int = 0
+    """Scores of traces inside longer rollouts: they are rewards of the trace's last call."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Messages of other signals: `metrics`, `profiles`."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
@@ -183,6 +185,7 @@ class _Run:
         report.scores = len(rows.scores) + intake.evaluations
         report.new_rewards = scored.new_rewards + _told_by_records(self._store) - self._told_before
         report.scores_left_out = dict(scored.left_out + Counter({NO_NUMBER: intake.unnumbered}))
+        report.scores_of_parts = scored.kept_at_last_call
         return report
 
     def _left_out(self) -> int:

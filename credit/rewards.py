@@ -2,7 +2,7 @@
 
 Rules, in this order:
 * only rewards of an allowed author, for this attempt (or for none in particular);
-* of one author and name, the last one given wins;
+* of one author and name, the last one given wins; one for a trace and one for that trace's last call add up;
 * of several authors of one name, the operator's beats the evaluator's beats the agent's;
 * the outcome is the sum of weight * value over the wanted names; if one of them is
   missing, the outcome is missing. It is never 0.
@@ -65,7 +65,7 @@ def rewards_of(
     }
     call_ids |= {span_id: call.call_id for call in calls for span_id in call.span_ids}
     call_ids |= {f"{call.trace_id}-{span_id}": call.call_id for call in calls for span_id in call.span_ids}
-    latest: dict[tuple[str | None, str, RewardAuthor], float] = {}
+    latest: dict[tuple[tuple[str | None, str, str | None], RewardAuthor], float] = {}
     for reward in given:
         is_current = reward.rollout_id == rollout.rollout_id and reward.attempt in (None, rollout.attempt)
         if (
@@ -76,16 +76,17 @@ def rewards_of(
         ):
             continue
         call_id = None if reward.call_id is None else call_ids.get(reward.call_id, reward.call_id)
-        latest[call_id, reward.name, reward.author] = reward.value
-    best: dict[tuple[str | None, str], float] = {}
-    for (call_id, name, _), value in sorted(latest.items(), key=lambda item: PRECEDENCE.index(item[0][2])):
-        best[call_id, name] = value
-    outcome = [best.get((None, name)) for name in wanted]
+        part = None if call_id is None else reward.trace_id
+        latest[(call_id, reward.name, part), reward.author] = reward.value
+    best: dict[tuple[str | None, str, str | None], float] = {}
+    for (about, _), value in sorted(latest.items(), key=lambda item: PRECEDENCE.index(item[0][1])):
+        best[about] = value
+    outcome = [best.get((None, name, None)) for name in wanted]
     known = [
         weight * value for weight, value in zip(wanted.values(), outcome, strict=True) if value is not None
     ]
     steps: dict[str, float] = {}
-    for (call_id, name), value in best.items():
+    for (call_id, name, _), value in best.items():
         if call_id is not None:
             steps[call_id] = steps.get(call_id, 0.0) + wanted[name] * value
     return RolloutRewards(sum(known) if len(known) == len(wanted) and known else None, steps)

@@ -78,13 +78,15 @@ LINEAGE = View(
 TRUSTED_REWARDS = View(
     "trusted_rewards",
     "What counts by default: of the current attempt, by evaluator or operator. One row a rollout, call and "
-    "name: the last one given, an operator's before an evaluator's.",
+    "name: the last one given, an operator's before an evaluator's; a trace's and its last call's added.",
     """
-    SELECT w.rollout_id, w.call_id, w.name,
-      arg_max(w.value, (w.author = 'operator', w.time_ns, w.rowid)) AS value
-    FROM rewards w
-    JOIN rollouts r ON r.rollout_id = w.rollout_id AND r.attempt = coalesce(w.attempt, r.attempt)
-    WHERE w.author <> 'agent' GROUP BY ALL
+    SELECT rollout_id, call_id, name, sum(value) AS value FROM (
+      SELECT w.rollout_id, w.call_id, w.name, if(w.call_id IS NULL, NULL, w.trace_id) AS part,
+        arg_max(w.value, (w.author = 'operator', w.time_ns, w.rowid)) AS value
+      FROM rewards w
+      JOIN rollouts r ON r.rollout_id = w.rollout_id AND r.attempt = coalesce(w.attempt, r.attempt)
+      WHERE w.author <> 'agent' GROUP BY ALL)
+    GROUP BY ALL
     """,
 )
 

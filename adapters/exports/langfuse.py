@@ -64,10 +64,11 @@ def spans_of(row: Mapping[str, Any]) -> Iterator[Span]:
 
 
 def scores_of(row: Mapping[str, Any]) -> Iterator[Score]:
-    """The score; nothing of an observation, or of a score of a whole session or data set."""
+    """The score of a trace, observation or session; nothing of an observation, or of a data set's score."""
     columns = _snake(row)
     trace_id = text(columns.get("trace_id"))
-    if not _is_score(columns) or trace_id is None:
+    session_id = text(columns.get("session_id")) if trace_id is None else None
+    if not _is_score(columns) or (trace_id is None and session_id is None):
         return
     span_id = text(columns.get("observation_id"))
     label = text(columns.get("string_value"))
@@ -76,8 +77,8 @@ def scores_of(row: Mapping[str, Any]) -> Iterator[Score]:
     if isinstance(value, str):  # the API has the category here
         label = label or value
     yield Score(
-        trace_id=otel_id(trace_id, TRACE_ID_DIGITS),
-        span_id=None if span_id is None else otel_id(span_id, SPAN_ID_DIGITS),
+        trace_id=None if trace_id is None else otel_id(trace_id, TRACE_ID_DIGITS),
+        span_id=None if span_id is None or trace_id is None else otel_id(span_id, SPAN_ID_DIGITS),
         name=columns["name"],
         value=float(value) if isinstance(value, bool) else None if is_label else number(value),
         label=label,
@@ -85,6 +86,8 @@ def scores_of(row: Mapping[str, Any]) -> Iterator[Score]:
         author=text(columns.get("source")),
         time_ns=nanoseconds(columns.get("timestamp")) or nanoseconds(columns.get("created_at")),
         source=SOURCE,
+        session_id=session_id,
+        project=None if session_id is None else text(columns.get("project_id")),
     )
 
 

@@ -1,7 +1,8 @@
 """Scores of exports -> rewards in a store.
 
-Knows where a score belongs: the rollout that its span or trace names, or the session that its trace is in; a
-trace of neither is a rollout under its own id. Knows no files.
+Knows where a score belongs: the rollout that its span or trace names, or the session that its trace is in or
+that it names; a trace of neither is a rollout under its own id. Which part of a session a trace is, the store
+knows. Knows no files.
 
 Invariants: the author of a reward is whoever's key it comes with, whatever the export says; a label without a
 number is no reward; every score that gives none is counted with the reason.
@@ -11,8 +12,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from spangrad.adapters.conversations import conversation_key
 from spangrad.adapters.exports.score import Score
 from spangrad.store.base import Store
 from spangrad.store.records import Reward
@@ -20,13 +22,22 @@ from spangrad.store.records import Reward
 AT_ONCE: Final = 1000
 NO_NUMBER: Final = "no number"
 NO_TRACE: Final = "no such trace"
+NO_SESSION: Final = "no such session, or its id is unspecific"
 NO_SPAN: Final = "no such span"
 MANY_ROLLOUTS: Final = "several rollouts in the trace"
+MANY_SESSIONS: Final = "several rollouts in the session"
 
 _SPANS: Final = "spans s LEFT JOIN sessions n ON n.trace_id = s.trace_id"
 
-Place = tuple[str, int | None, str | None]
-"""Where a reward belongs: (rollout id, attempt, call id)."""
+
+class Place(NamedTuple):
+    """Where a reward belongs."""
+
+    rollout_id: str
+    attempt: int | None
+    call_id: str | None
+    trace_id: str | None = None
+    """The trace whose part of the rollout it is for."""
 
 
 @dataclass(slots=True)
@@ -36,6 +47,8 @@ class ScoreReport:
     new_rewards: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     """Scores that gave no reward, by reason."""
+    kept_at_last_call: int = 0
+    """Scores of traces inside longer rollouts: rewards of the trace's last call."""
 
 
 def put_scores(store: Store, scores: Iterable[Score]) -> ScoreReport:
@@ -53,26 +66,64 @@ def put_scores(store: Store, scores: Iterable[Score]) -> ScoreReport:
 
 
 def _put(store: Store, scores: Sequence[Score], report: ScoreReport) -> int:
-    places = places_of(store, [(score.trace_id, score.span_id) for score in scores])
+    wanted = [(score.trace_id, score.span_id) for score in scores if score.trace_id is not None]
+    of_traces = places_of(store, wanted)
+    of_sessions = _sessions(store, [score for score in scores if score.trace_id is None])
     rewards: list[Reward] = []
     for score in scores:
-        place = places.get((score.trace_id, score.span_id))
-        if not isinstance(place, tuple):
-            report.left_out[place or NO_TRACE] += 1
+        if score.trace_id is not None:
+            place = of_traces.get((score.trace_id, score.span_id), NO_TRACE)
+        else:
+            place = of_sessions.get((score.project, score.session_id or ""), NO_SESSION)
+        if not isinstance(place, Place):
+            report.left_out[place] += 1
             continue
-        rollout_id, attempt, call_id = place
         rewards.append(
             Reward(
-                rollout_id,
+                place.rollout_id,
                 float(score.value or 0.0),
                 name=score.name,
-                call_id=call_id,
+                call_id=place.call_id,
                 explanation=score.explanation if score.explanation is not None else score.label,
-                attempt=attempt,
+                attempt=place.attempt,
                 time_ns=score.time_ns,
+                trace_id=place.trace_id,
             )
         )
-    return store.put_rewards(rewards) if rewards else 0
+    new = store.put_rewards(rewards) if rewards else 0
+    parts = [reward.trace_id for reward in rewards if reward.trace_id is not None]
+    sql = (
+        "SELECT DISTINCT trace_id FROM rewards "
+        "WHERE call_id IS NOT NULL AND trace_id IN (SELECT unnest(?::VARCHAR[]))"
+    )
+    kept = {row["trace_id"] for row in store.query(sql, [parts])} if parts else set()
+    report.kept_at_last_call += sum(trace_id in kept for trace_id in parts)
+    return new
+
+
+def _sessions(store: Store, scores: Sequence[Score]) -> dict[tuple[str | None, str], Place | str]:
+    """Where rewards of whole sessions belong, by (project, session id); those of no rollout are left out.
+
+    A session of that project, or else the only one of that id: its spans may name a service and no project.
+    """
+    wanted = {(score.project, score.session_id) for score in scores if score.session_id is not None}
+    sql = (
+        "SELECT DISTINCT k.conversation_id AS id, k.conversation_key AS key, n.rollout_id FROM call_keys k "
+        "JOIN sessions n ON n.trace_id = k.trace_id WHERE k.conversation_key IS NOT NULL "
+        "AND k.conversation_id IN (SELECT unnest(?::VARCHAR[]))"
+    )
+    rows = store.query(sql, [sorted({session_id for _, session_id in wanted})]) if wanted else []
+    found: dict[tuple[str | None, str], Place | str] = {}
+    for project, session_id in wanted:
+        own = conversation_key(project, session_id)
+        known = [row for row in rows if row["id"] == session_id]
+        rollouts = {row["rollout_id"] for row in known if row["key"] == own} or {
+            r["rollout_id"] for r in known
+        }
+        if rollouts:
+            is_one = len(rollouts) == 1
+            found[project, session_id] = Place(rollouts.pop(), None, None) if is_one else MANY_SESSIONS
+    return found
 
 
 def places_of(
@@ -80,25 +131,28 @@ def places_of(
 ) -> dict[tuple[str, str | None], Place | str]:
     """Where rewards of (trace id, span id or None) belong, or why nowhere; unknown traces are left out."""
     traces = sorted({trace_id for trace_id, _ in wanted})
-    owners: dict[str, set[tuple[str, int | None]]] = {}
+    owners: dict[str, set[Place]] = {}
     sql = (
-        "SELECT DISTINCT s.trace_id, coalesce(s.rollout_id, n.rollout_id) AS rollout_id, s.attempt "
+        "SELECT DISTINCT s.trace_id, coalesce(s.rollout_id, n.rollout_id) AS rollout_id, s.attempt, "
+        "s.rollout_id IS NULL AS is_found "
         f"FROM {_SPANS} WHERE s.trace_id IN (SELECT unnest(?))"
     )
     for row in store.query(sql, [traces]):
         owner = owners.setdefault(row["trace_id"], set())
         if row["rollout_id"] is not None:
-            owner.add((row["rollout_id"], row["attempt"]))
+            part = row["trace_id"] if row["is_found"] else None
+            owner.add(Place(row["rollout_id"], row["attempt"], None, part))
     places: dict[tuple[str, str | None], Place | str] = {}
     for trace_id, found in owners.items():
-        rollout_id, attempt = next(iter(found), (trace_id, None))
-        places[trace_id, None] = MANY_ROLLOUTS if len(found) > 1 else (rollout_id, attempt, None)
+        alone = Place(trace_id, None, None, trace_id)
+        places[trace_id, None] = MANY_ROLLOUTS if len(found) > 1 else next(iter(found), alone)
     places |= {(trace_id, span_id): NO_SPAN for trace_id, span_id in wanted if span_id is not None}
     for row in _spans(store, traces, sorted({span_id for _, span_id in wanted if span_id is not None})):
         trace_id, span_id = row["trace_id"], row["span_id"]
         is_whole = row["parent_span_id"] is None and not row["is_call"]
-        rollout_id = row["rollout_id"] or trace_id
-        places[trace_id, span_id] = rollout_id, row["attempt"], None if is_whole else f"{trace_id}-{span_id}"
+        call_id = None if is_whole else f"{trace_id}-{span_id}"
+        part = trace_id if is_whole and row["is_found"] else None
+        places[trace_id, span_id] = Place(row["rollout_id"] or trace_id, row["attempt"], call_id, part)
     return places
 
 
@@ -107,7 +161,8 @@ def _spans(store: Store, traces: Sequence[str], span_ids: Sequence[str]) -> list
         return []
     sql = (
         "SELECT s.trace_id, s.span_id, s.parent_span_id, coalesce(s.rollout_id, n.rollout_id) AS rollout_id, "
-        "s.attempt, EXISTS (SELECT 1 FROM calls WHERE call_id = s.trace_id || '-' || s.span_id) AS is_call "
+        "s.attempt, s.rollout_id IS NULL AS is_found, "
+        "EXISTS (SELECT 1 FROM calls WHERE call_id = s.trace_id || '-' || s.span_id) AS is_call "
         f"FROM {_SPANS} WHERE s.trace_id IN (SELECT unnest(?)) AND s.span_id IN (SELECT unnest(?))"
     )
     return store.query(sql, [list(traces), list(span_ids)])

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class Score:
     """One score, feedback or evaluation as it was exported."""
 
-    trace_id: str
-    """32 hex digits, as in the spans of the same export."""
+    trace_id: str | None
+    """32 hex digits, as in the spans of the same export. None: for a whole session."""
     span_id: str | None
     """16 hex digits. None: for the whole trace."""
     name: str
@@ -22,3 +22,7 @@ class Score:
     """Unix time, ns; None: not told."""
     source: str
     """Format that it came in."""
+    session_id: str | None = None
+    """The session that it is for, where it is for no trace."""
+    project: str | None = None
+    """The project that the session is of."""

@@ -118,24 +118,24 @@ def _placed(
             about = (row.rollout_id, row.trace_id, row.span_id, row.response_id)
             left_out.append(LeftOut(path, row.line, place, " ".join(filter(None, about))))
             continue
-        rollout_id, attempt, call_id = place
         yield Reward(
-            rollout_id,
+            place.rollout_id,
             row.value,
             name=row.name,
-            call_id=call_id,
+            call_id=place.call_id,
             explanation=row.explanation,
-            attempt=attempt,
+            attempt=place.attempt,
             time_ns=row.time_ns,
+            trace_id=place.trace_id,
         )
 
 
 def _last_ones(rewards: Sequence[Reward]) -> list[Reward]:
     """Rewards without those that a later one about the same thing replaces; one with a time replaces none."""
-    last: dict[tuple[str, int | None, str | None, str], int] = {}
+    last: dict[tuple[str, int | None, str | None, str, str | None], int] = {}
     for number, reward in enumerate(rewards):
         if reward.time_ns is None:
-            last[reward.rollout_id, reward.attempt, reward.call_id, reward.name] = number
+            last[reward.rollout_id, reward.attempt, reward.call_id, reward.name, reward.trace_id] = number
     kept = set(last.values())
     return [reward for number, reward in enumerate(rewards) if reward.time_ns is not None or number in kept]
 

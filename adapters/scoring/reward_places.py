@@ -50,7 +50,7 @@ def place_rows(store: Store, rows: Sequence[RewardRow]) -> list[Place | str]:
     for row, key in zip(rows, wanted, strict=True):
         place = None if isinstance(key, str) or key is None else found.get(key, NO_TRACE)
         if place == MANY_ROLLOUTS and (row.trace_id, row.rollout_id) in owned:
-            place = str(row.rollout_id), None, None
+            place = Place(str(row.rollout_id), None, None)
         placed.append(_place(row, key, place, known))
     return _by_response(store, rows, placed)
 
@@ -84,36 +84,37 @@ def _place(
 ) -> Place | str:
     if row.rollout_id is not None and row.rollout_id not in known:
         # A trace of no rollout is one under its own id.
-        if isinstance(found, tuple) and found[0] == row.rollout_id:
+        if isinstance(found, Place) and found.rollout_id == row.rollout_id:
             return _with_row(row, key, found)
         return NO_ROLLOUT
     if isinstance(key, str):
         return key
     if key is None:
-        return str(row.rollout_id), row.attempt, None
-    if not isinstance(found, tuple):
+        return Place(str(row.rollout_id), row.attempt, None)
+    if not isinstance(found, Place):
         is_others = found == MANY_ROLLOUTS and row.rollout_id is not None
         return CONTRADICTION if is_others else found or NO_TRACE
-    if row.rollout_id not in (None, found[0]):
+    if row.rollout_id not in (None, found.rollout_id):
         return CONTRADICTION
     return _with_row(row, key, found)
 
 
 def _with_row(row: RewardRow, key: tuple[str, str | None] | str | None, found: Place) -> Place:
-    """The place with what the row itself says: its attempt, and that the span is a call."""
-    rollout_id, attempt, call_id = found
+    """The place with what the row itself says: its attempt, that it is for the rollout, or for a call."""
+    call_id, part = found.call_id, found.trace_id if row.rollout_id is None else None
     if row.is_call and isinstance(key, tuple):
-        call_id = f"{key[0]}-{key[1]}"
-    return rollout_id, attempt if row.attempt is None else row.attempt, call_id
+        call_id, part = f"{key[0]}-{key[1]}", None
+    attempt = found.attempt if row.attempt is None else row.attempt
+    return Place(found.rollout_id, attempt, call_id, part)
 
 
 def _by_response(store: Store, rows: Sequence[RewardRow], placed: list[Place | str]) -> list[Place | str]:
     """The same places, narrowed to the call whose response a row names."""
     asked = sorted(
         {
-            place[0]
+            place.rollout_id
             for row, place in zip(rows, placed, strict=True)
-            if row.response_id is not None and isinstance(place, tuple)
+            if row.response_id is not None and isinstance(place, Place)
         }
     )
     calls: dict[tuple[str, str], list[ModelCall]] = {}
@@ -127,7 +128,7 @@ def _by_response(store: Store, rows: Sequence[RewardRow], placed: list[Place | s
     return [
         place
         if row.response_id is None or isinstance(place, str)
-        else _narrowed(row, place, calls.get((place[0], row.response_id), []))
+        else _narrowed(row, place, calls.get((place.rollout_id, row.response_id), []))
         for row, place in zip(rows, placed, strict=True)
     ]
 
@@ -140,4 +141,4 @@ def _narrowed(row: RewardRow, place: Place, calls: Sequence[ModelCall]) -> Place
     if len(calls) != 1:
         return MANY_CALLS if calls else NO_RESPONSE
     (call,) = calls
-    return place[0], call.attempt if row.attempt is None else row.attempt, call.call_id
+    return Place(place.rollout_id, call.attempt if row.attempt is None else row.attempt, call.call_id)

@@ -7,6 +7,7 @@ is no reward; a span of a trace that names no rollout rewards the one that the t
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import duckdb
 
@@ -14,6 +15,7 @@ from spangrad.store.records import Reward, RewardAuthor, Span, SpanEvent
 from spangrad.store.tables.evaluations import is_rewarded
 from spangrad.store.tables.expand import events_from_json
 from spangrad.store.tables.lineage import Admission, Key, Owner
+from spangrad.store.tables.placing import placed
 from spangrad.store.tables.rewards import insert_rewards
 from spangrad.tracer import conventions
 
@@ -85,4 +87,9 @@ def reward_by_events(con: duckdb.DuckDBPyConnection, trace_ids: Sequence[str]) -
     ).fetchall():
         is_its_own = is_call or is_rewarded(operation, role)
         rewards += _rewards_of((trace_id, span_id), (rollout_id, None), is_its_own, events_from_json(events))
-    return insert_rewards(con, rewards)
+    of_traces = [
+        reward if reward.call_id is not None else replace(reward, trace_id=identity.partition("-")[0])
+        for reward, identity in rewards
+    ]
+    in_place = placed(con, of_traces)
+    return insert_rewards(con, list(zip(in_place, [identity for _, identity in rewards], strict=True)))

@@ -185,7 +185,14 @@ def test_a_score_is_no_span_and_an_observation_no_score():
 def test_a_score_of_a_session_is_of_no_trace():
     row = {**rows("scores.jsonl")[0], "trace_id": None, "session_id": "sess-7"}
     assert langfuse.is_row(row)
-    assert not list(langfuse.scores_of(row))
+    [score] = langfuse.scores_of(row)
+    assert (score.trace_id, score.span_id, score.session_id, score.project) == (
+        None,
+        None,
+        "sess-7",
+        "proj-fixture",
+    )
+    assert not list(langfuse.scores_of({**row, "session_id": None}))
 
 
 @pytest.mark.parametrize(

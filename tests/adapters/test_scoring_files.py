@@ -223,7 +223,7 @@ def test_a_trace_is_named_as_its_own_system_names_it_and_may_be_in_a_session(tmp
         )
         assert put_reward_files([file], store).left_out == ()
         assert [(r.rollout_id, r.call_id, r.value) for r in store.rewards()] == [
-            (rollout.rollout_id, None, 1.0),
+            (rollout.rollout_id, call.call_id, 1.0),  # that trace is a part of the rollout
             (rollout.rollout_id, call.call_id, 2.0),
             (hashed("run 7"), None, 3.0),
         ]

@@ -167,6 +167,11 @@ def _print_report(found: "IngestReport") -> None:
         else:
             rows.append({"what": name, "count": len(value) if isinstance(value, list | tuple) else value})
     print_rows(("what", "which", "count"), rows, right=("count",))
+    if found.scores_of_parts:
+        note(
+            f"scores: {found.scores_of_parts} of traces inside longer rollouts were kept at the trace's last"
+            " call; what a whole rollout is worth says a score of its session, or `spangrad score`"
+        )
     if found.unknown_row is not None:
         note(
             f"unknown: {found.unknown_rows} rows in a format that is not read, kept out; {found.unknown_row}"
