@@ -39,6 +39,7 @@ _SPAN_FIELDS = (
     "span_ids",
     "trace_ids",
     "ancestor_span_ids",
+    "recorders",
     "start_ns",
     "end_ns",
     "rollout_id",
