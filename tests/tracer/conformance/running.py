@@ -40,6 +40,7 @@ _SPAN_FIELDS = (
     "trace_ids",
     "ancestor_span_ids",
     "recorders",
+    "service",
     "start_ns",
     "end_ns",
     "rollout_id",
