@@ -5,7 +5,7 @@ Knows the tables `rollouts` and `tasks`. Invariants:
 * one attempt of one rollout belongs to one worker at a time;
 * attempts count up from 0 to `max_attempts - 1`; what a worker says of an older attempt is refused;
 * a rollout that is only known from spans is never handed out; its attempt is the highest that they name,
-  and how it went is said by that attempt's root span.
+  and how it went is said by that attempt's root span (where spangrad did not record it: `outcomes.py`).
 """
 
 import time

@@ -17,6 +17,7 @@ import duckdb
 from spangrad.store.records import RECORDED_SPLIT
 from spangrad.store.schema import ROLLOUTS, SESSIONS
 from spangrad.store.tables.evaluations import reward_by_sessions
+from spangrad.store.tables.outcomes import outcome_of
 from spangrad.store.tables.placing import place_again
 from spangrad.store.tables.rows import insert_rows
 
@@ -109,7 +110,7 @@ def _record(con: duckdb.DuckDBPyConnection, rollout_ids: Sequence[str]) -> None:
     known = {rollout_id: said for rollout_id, *said in con.execute(sql, [list(rollout_ids)]).fetchall()}
     ((first,),) = con.execute("SELECT coalesce(max(seq) + 1, 0) FROM rollouts").fetchall()
     for rollout_id, start_ns, end_ns, code, message in told:
-        said = [start_ns, end_ns, *_outcome(code, message)]
+        said = [start_ns, end_ns, *outcome_of(code, message)]
         if rollout_id in known and known[rollout_id] != said:
             con.execute(
                 "UPDATE rollouts SET started_ns = ?, ended_ns = ?, status = ?, error = ? "
@@ -123,18 +124,14 @@ def _record(con: duckdb.DuckDBPyConnection, rollout_ids: Sequence[str]) -> None:
             "split": RECORDED_SPLIT,
             "attempt": 0,
             "max_attempts": 1,
-            "status": _outcome(code, message)[0],
+            "status": outcome_of(code, message)[0],
             "enqueued_ns": time.time_ns(),
             "started_ns": start_ns,
             "ended_ns": end_ns,
-            "error": _outcome(code, message)[1],
+            "error": outcome_of(code, message)[1],
             "is_recorded": True,
         }
         for number, (rollout_id, start_ns, end_ns, code, message) in enumerate(told)
         if rollout_id not in known
     ]
     insert_rows(con, ROLLOUTS, rows)
-
-
-def _outcome(code: int | None, message: str | None) -> tuple[str, str | None]:
-    return ("failed", message or "the last root span says ERROR") if code == 2 else ("succeeded", None)

@@ -20,6 +20,7 @@ from spangrad.adapters.grading import reason_kind
 from spangrad.adapters.ingest import ingest
 from spangrad.adapters.model_call import Grade, ModelCall
 from spangrad.store.file_store import FileStore
+from spangrad.store.records import RolloutStatus
 from tests.adapters import picnic
 from tests.adapters.captured import FIXTURES
 
@@ -133,6 +134,7 @@ def test_ingested_events_are_a_rollout_with_its_reward(tmp_path):
         [rollout] = store.rollouts()
         [reward] = store.rewards([rollout.rollout_id])
         assert (reward.value, reward.call_id, reward.attempt) == (0.75, None, 0)
+        assert rollout.status is RolloutStatus.SUCCEEDED
         assert len(calls_of(store, [rollout.rollout_id])) == 5
         assert ingest([FOLDER / "events_v1.jsonl"], store).new_spans == 0
 
