@@ -73,7 +73,6 @@ def record_calls(
 
 
 def _summary(call: ModelCall) -> dict[str, Any]:
-    sampled = [choice.sampled_token_ids for choice in call.choices if choice.sampled_token_ids is not None]
     versions = [version for choice in call.choices for version in choice.policy_versions or ()]
     return {
         "call_id": call.call_id,
@@ -91,12 +90,21 @@ def _summary(call: ModelCall) -> dict[str, Any]:
         "start_ns": call.start_ns,
         "end_ns": call.end_ns,
         "prompt_tokens": None if call.prompt_token_ids is None else len(call.prompt_token_ids),
-        "sampled_tokens": sum(len(ids) for ids in sampled) if sampled else None,
+        "sampled_tokens": _sampled_tokens(call),
         "policy_version": min(versions) if versions else None,
         "step_index": call.step_index,
         "state_key": call.state_key,
         "purpose_reason": call.purpose_reason,
     }
+
+
+def _sampled_tokens(call: ModelCall) -> int | None:
+    """By the ids; where those of the first choice are not known, what the recorder's usage says."""
+    sampled = [choice.sampled_token_ids for choice in call.choices]
+    if sampled and sampled[0] is not None:
+        return sum(len(ids) for ids in sampled if ids is not None)
+    told = call.usage.get("output_tokens")
+    return told if told is not None and 0 <= told < 2**63 else None
 
 
 def call_to_json(call: ModelCall) -> dict[str, Any]:

@@ -4,7 +4,8 @@ Counts come from the tables `calls` and `rollouts` and the view `trusted_rewards
 over summaries, whatever the size of the spans. Knows grades, objectives and reasons; reads no span.
 
 Invariants:
-* every call of purpose `agent` is counted once in `grades`, and in each objective that its grade allows;
+* every call of purpose `agent` is counted once in `grades`, and in each objective that its grade allows if
+  its rollout succeeded: `spangrad export` and training take no others;
 * a reason without advice is still shown, with its count;
 * a rollout has a reward where credit sees one: given for the rollout, or for every call of it that acts;
 * traces whose calls are not in the tables yet are counted.
@@ -165,19 +166,27 @@ rewarded AS (
 """
 _OBJECTIVES_SQL: Final = f"""{_REWARDED},
 counted AS (
-  SELECT rollout_id, grade, count(*) AS calls, coalesce(sum(sampled_tokens), 0) AS tokens
-  FROM calls WHERE purpose = 'agent' GROUP BY ALL),
+  SELECT c.rollout_id, c.grade, count(*) AS calls, sum(c.sampled_tokens) FILTER (NOT c.is_told) AS by_ids,
+    sum(c.sampled_tokens) FILTER (c.is_told) AS by_usage,
+    count(*) FILTER (c.sampled_tokens IS NULL) AS unknown
+  FROM (SELECT *, grade = 'text' AND (list_contains(grade_reasons, 'no token ids')
+    OR list_contains(grade_reasons, 'no sampled token ids: choice 0')) AS is_told
+    FROM calls WHERE purpose = 'agent') c
+  JOIN rollouts r ON r.rollout_id = c.rollout_id AND r.attempt = c.attempt
+  WHERE r.status = 'succeeded' GROUP BY ALL),
 told AS (
   SELECT *, coalesce(rollout_id IN (SELECT rollout_id FROM rewarded), false) AS has_reward FROM counted),
 wanted AS (SELECT unnest($numbers) AS number, unnest($grades) AS grades, unnest($needed) AS needed)
 SELECT coalesce(sum(t.calls), 0)::BIGINT AS calls, count(DISTINCT t.rollout_id) AS rollouts,
-  coalesce(sum(t.tokens), 0)::BIGINT AS sampled_tokens
+  sum(t.by_ids)::BIGINT AS sampled_tokens, sum(t.by_usage)::BIGINT AS usage_tokens,
+  coalesce(sum(t.unknown), 0)::BIGINT AS unknown_calls
 FROM wanted w LEFT JOIN told t ON list_contains(w.grades, t.grade) AND (t.has_reward OR NOT w.needed)
 GROUP BY w.number ORDER BY w.number
 """
 _ROLLOUTS_SQL: Final = f"""{_REWARDED}
 SELECT count(*) AS rollouts, count(*) FILTER (rollout_id IN (SELECT rollout_id FROM rewarded)) AS rewarded,
-  count(*) FILTER (status = 'failed') AS failed FROM rollouts
+  count(*) FILTER (status = 'failed') AS failed,
+  count(*) FILTER (status IN ('queued', 'running')) AS unfinished FROM rollouts
 """
 
 
@@ -196,8 +205,20 @@ class Objective:
     """Grades, and whether a reward."""
     rollouts: int
     calls: int
-    sampled_tokens: int
-    """Tokens that the engine sampled; calls of grade `text` have none before they are rendered."""
+    sampled_tokens: int | None
+    """Tokens that the engine sampled, by their ids; None: no ids are known."""
+    usage_tokens: int | None
+    """Of calls without ids, as the usage says that was recorded; None: none was."""
+    unknown_calls: int
+    """Calls that have neither."""
+
+    @property
+    def tokens(self) -> str:
+        """How many tokens were sampled, and who says so."""
+        told = [(self.sampled_tokens, ""), (self.usage_tokens, " by usage")]
+        known = " + ".join(f"{count}{by}" for count, by in told if count is not None)
+        unknown = f"{f'{self.unknown_calls} calls ' if known else ''}unknown" if self.unknown_calls else ""
+        return ", ".join(filter(None, (known, unknown))) or "0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +239,8 @@ class StoreReport:
     rewarded_rollouts: int
     """With the reward that was asked for, given by somebody whom the policy can't reach."""
     failed_rollouts: int
+    unfinished_rollouts: int
+    """Waiting or running: nothing of them is trained or exported yet, nor of those that failed."""
     calls: int
     """Of purpose `agent`: the ones that can be trained at all."""
     other_calls: Mapping[str, int]
@@ -251,6 +274,7 @@ def report(store: Store, *, reward: str = DEFAULT_REWARD) -> StoreReport:
         rollouts=rollouts["rollouts"],
         rewarded_rollouts=rollouts["rewarded"],
         failed_rollouts=rollouts["failed"],
+        unfinished_rollouts=rollouts["unfinished"],
         calls=sum(grades.values()),
         other_calls=dict(others),
         grades={grade: grades[grade] for grade in Grade if grade in grades},
@@ -288,7 +312,9 @@ def _objectives(store: Store, reward: str) -> list[Objective]:
             f"{'/'.join(grades)}{', a reward' if needs_reward else ''}",
             row["rollouts"],
             row["calls"],
-            row["sampled_tokens"],
+            row["sampled_tokens"] if row["calls"] else 0,
+            row["usage_tokens"],
+            row["unknown_calls"],
         )
         for (name, grades, needs_reward), row in zip(OBJECTIVES, found, strict=True)
     ]

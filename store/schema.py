@@ -156,7 +156,7 @@ CALLS = Table(
         Column("start_ns", "UBIGINT", "Unix time, ns"),
         Column("end_ns", "UBIGINT", "Unix time, ns"),
         Column("prompt_tokens", "BIGINT", "tokens of the prompt", True),
-        Column("sampled_tokens", "BIGINT", "tokens sampled, all choices", True),
+        Column("sampled_tokens", "BIGINT", "tokens sampled, all choices; without ids the usage told", True),
         Column("policy_version", "INTEGER", "lowest version that sampled a token of it", True),
         Column("step_index", "INTEGER", "number of the step in its rollout, or in its graph", True),
         Column("state_key", "VARCHAR", "what the agent said that it was looking at", True),

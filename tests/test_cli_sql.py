@@ -103,7 +103,7 @@ def test_what_is_no_question_is_refused_in_one_line(store, statement):
 def test_a_report_says_what_can_be_trained_and_what_to_change(store):
     command = [sys.executable, "-m", "spangrad", "report", "--store", store]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "behaviour cloning\texact/ids/text\t1\t4\t0" in done.stdout
+    assert "behaviour cloning\texact/ids/text\t1\t4\t187 by usage" in done.stdout
     assert "4\tno token ids\trecord below the SDK" in done.stdout
 
 

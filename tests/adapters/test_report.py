@@ -10,7 +10,7 @@ from spangrad.adapters import grading, ingest
 from spangrad.adapters.dialects import genai_events, genai_generic, genai_legacy
 from spangrad.adapters.report import ADVICE, OBJECTIVES, report
 from spangrad.store.file_store import FileStore
-from spangrad.store.records import Reward, RewardAuthor
+from spangrad.store.records import Reward, RewardAuthor, Rollout
 from tests.adapters.captured import FIXTURES
 
 
@@ -36,6 +36,27 @@ def test_captured_calls_are_counted_with_what_to_do(store):
     assert (reasons["no token ids"].calls, reasons["error"].calls) == (4, 3)
     assert "spangrad run" in str(reasons["no token ids"].advice)
     assert json.dumps(found.to_json())
+
+
+def test_tokens_of_text_are_what_its_recorder_counts_and_unknown_where_it_does_not(store):
+    ingest([FIXTURES / "genai_openai"], store)
+    cloning = report(store).objectives[-1]
+    told = store.query("SELECT sampled_tokens FROM calls WHERE grade = 'text' AND sampled_tokens IS NOT NULL")
+    assert (cloning.calls, len(told), cloning.sampled_tokens) == (18, 17, None)
+    assert cloning.tokens == f"{sum(row['sampled_tokens'] for row in told)} by usage, 1 calls unknown"
+    ingest([FIXTURES / "exports" / "agent_lightning" / "events_v1.jsonl"], store)
+    both = report(store).objectives[-1]
+    assert both.sampled_tokens and both.usage_tokens == cloning.usage_tokens
+    assert both.tokens == f"{both.sampled_tokens} + {cloning.tokens}"
+
+
+def test_what_can_train_has_no_call_of_a_rollout_that_failed_or_has_not_ended(store):
+    ingest([FIXTURES / "genai_openai" / "multi_turn.otlp.jsonl"], store)
+    [rollout] = store.rollouts()
+    store.enqueue([Rollout(rollout.rollout_id)])
+    found = report(store)
+    assert (found.unfinished_rollouts, found.grades) == (1, {"text": 4})
+    assert {(one.calls, one.tokens) for one in found.objectives} == {(0, "0")}
 
 
 def test_only_a_trusted_reward_lets_a_rollout_train_what_needs_one(store):

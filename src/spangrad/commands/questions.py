@@ -91,16 +91,23 @@ def report(
     others = "".join(f", {count} {purpose}" for purpose, count in found.other_calls.items())
     print(
         f"{found.rollouts} rollouts, {found.rewarded_rollouts} with the trusted reward {reward!r},"
-        f" {found.failed_rollouts} failed; {found.calls} model calls of agents{others}"
+        f" {found.failed_rollouts} failed, {found.unfinished_rollouts} not ended;"
+        f" {found.calls} model calls of agents{others}"
     )
     print("\nRecorded as")
     print_rows(("dialect", "grade", "calls"), list(found.dialects), right=("calls",))
     print("\nCan train")
     columns = ("objective", "needs", "rollouts", "calls", "sampled_tokens")
-    print_rows(columns, [asdict(row) for row in found.objectives], right=columns[2:])
+    can = [asdict(row) | {"sampled_tokens": row.tokens} for row in found.objectives]
+    print_rows(columns, can, right=columns[2:])
     if found.reasons:
         print("\nWhat keeps calls from a better grade")
         print_rows(("calls", "reason", "advice"), [asdict(row) for row in found.reasons], right=("calls",))
+    if left_out := found.failed_rollouts + found.unfinished_rollouts:
+        note(
+            f"{left_out} rollouts failed or have not ended: `export` and training take none of them, so what"
+            " can train has none of their calls"
+        )
     if found.other_rewards:
         note(other_names(reward, found.other_rewards))
     if found.unread_traces:
