@@ -16,6 +16,7 @@ from spangrad.adapters.scoring.reward_rows import RewardRow
 from spangrad.store.base import Store
 
 NO_ROLLOUT: Final = "no such rollout"
+NO_ATTEMPT: Final = "no such attempt of the rollout"
 NO_RESPONSE: Final = "no call with that response_id"
 MANY_CALLS: Final = "several calls with that response_id"
 MANY_SPANS: Final = "several spans with that span_id"
@@ -52,7 +53,26 @@ def place_rows(store: Store, rows: Sequence[RewardRow]) -> list[Place | str]:
         if place == MANY_ROLLOUTS and (row.trace_id, row.rollout_id) in owned:
             place = Place(str(row.rollout_id), None, None)
         placed.append(_place(row, key, place, known))
-    return _by_response(store, rows, placed)
+    return _of_attempts_there_are(store, rows, _by_response(store, rows, placed))
+
+
+def _of_attempts_there_are(
+    store: Store, rows: Sequence[RewardRow], placed: Sequence[Place | str]
+) -> list[Place | str]:
+    """The same places, but of attempts that have not begun: rollouts are at one, a trace of none at 0."""
+    places = [
+        place if isinstance(place, Place) and row.attempt else None
+        for row, place in zip(rows, placed, strict=True)
+    ]
+    named = sorted({place.rollout_id for place in places if place is not None})
+    found = store.rollouts(rollout_ids=named) if named else ()
+    current = {rollout.rollout_id: rollout.attempt for rollout in found}
+    return [
+        NO_ATTEMPT
+        if place is not None and (row.attempt or 0) > current.get(place.rollout_id, 0)
+        else placed[number]
+        for number, (row, place) in enumerate(zip(rows, places, strict=True))
+    ]
 
 
 def _traces_of_spans(store: Store, rows: Iterable[RewardRow]) -> dict[tuple[str, str], set[str]]:

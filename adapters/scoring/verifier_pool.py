@@ -118,6 +118,21 @@ def verdicts(
             process.stop(max(0.0, until - time.monotonic()) if process in idle else 0.0)
 
 
+def check(spec: str, *, base_dir: str = ".", name: str = "reward") -> None:
+    """Load a verifier in a process of its own, where there is nothing to judge.
+
+    Raises:
+        ConfigError: It can't be loaded.
+    """
+    process = _Process([sys.executable, "-m", _HOST, spec, base_dir, name])
+    try:
+        while not process.is_idle:
+            for one in _answered([process], LOADING_S):
+                one.take(spec, LOADING_S)
+    finally:
+        process.stop(END_S)
+
+
 def _answered(pool: "list[_Process]", pause_s: float) -> "list[_Process]":
     """Processes that have answered or ended, or whose time is over; waits for one, but not for long."""
     busy = {process.connection: process for process in pool if not process.is_idle}

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from spangrad.adapters.scoring.stored_rollout import stored_rollouts
-from spangrad.adapters.scoring.verifier_pool import Outcome, Verdict, verdicts
+from spangrad.adapters.scoring.verifier_pool import Outcome, Verdict, check, verdicts
 from spangrad.store.base import Store
 from spangrad.store.records import Reward, RewardAuthor, Rollout, RolloutStatus
 
@@ -121,7 +121,10 @@ def verify(
     report.not_succeeded += len(rollouts) - len(ended)
     due = ended if asked.again else list(_unscored(store, ended, asked, author))
     report.already_scored += len(ended) - len(due)
-    if not due or is_stopped():
+    if is_stopped():
+        return
+    if not due:
+        check(asked.spec, base_dir=asked.base_dir, name=asked.name)
         return
     given = verdicts(
         stored_rollouts(store, due),

@@ -231,6 +231,7 @@ def test_a_trace_is_named_as_its_own_system_names_it_and_may_be_in_a_session(tmp
 
 def test_a_rollout_without_spans_and_an_earlier_attempt_can_be_rewarded(store, tmp_path):
     store.enqueue([Rollout("queued")])
+    store.put_otlp(encode_request(spans_of("one", "3", attempt=4)))
     rows = [{"rollout_id": "queued", "value": 1}, {"rollout_id": "one", "attempt": 3, "value": 1}]
     assert put_reward_files([written(tmp_path, *rows)], store).left_out == ()
     assert [(r.rollout_id, r.attempt) for r in store.rewards()] == [("queued", 0), ("one", 3)]
@@ -275,3 +276,24 @@ def test_junk_in_any_column_is_a_reward_or_left_out_and_harms_no_other_row(store
 @given(JSON, st.sampled_from(COLUMNS))
 def test_no_row_breaks_the_parser(value, column):
     assert parse("f", 1, {"rollout_id": "one", "value": 1, column: value}, "reward") is not None
+
+
+def test_a_reward_of_an_attempt_that_has_not_begun_is_left_out(store, tmp_path):
+    store.put_otlp(encode_request(spans_of("two", "3", attempt=2)))
+    root, _ = spans_of("one", "1")
+    file = written(
+        tmp_path,
+        {"rollout_id": "one", "value": 1, "attempt": 0},
+        {"rollout_id": "one", "value": 1, "attempt": 7},
+        {"trace_id": root.trace_id, "value": 1, "attempt": 1},
+        {"rollout_id": "two", "value": 1, "attempt": 1},
+        {"rollout_id": "two", "value": 1, "attempt": 2},
+        {"rollout_id": "two", "value": 1, "attempt": 3},
+    )
+    report = put_reward_files([file], store)
+    assert [(one.line, one.reason) for one in report.left_out] == [
+        (line, "no such attempt of the rollout") for line in (2, 3, 6)
+    ]
+    assert sorted((reward.rollout_id, reward.attempt) for reward in store.rewards()) == [
+        *(("one", 0), ("two", 1), ("two", 2))
+    ]

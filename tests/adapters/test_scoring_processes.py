@@ -164,6 +164,15 @@ def test_one_that_can_not_be_loaded_is_an_error_and_judges_nothing(folder, monke
         list(verdicts(rollouts({}), "checks:by_task"))
 
 
+def test_one_that_can_not_be_loaded_is_an_error_where_nothing_is_left_to_judge(folder):
+    with FileStore(folder / "s.duckdb") as store:
+        ended(store, "r-1")
+        store.put_rewards([Reward("r-1", 0.5)])
+        with pytest.raises(ConfigError, match="'nosuch:fn' can't be imported"):
+            verify(store, store.rollouts(), Verification("nosuch:fn"), VerificationReport())
+        assert verified(store, "remembers").already_scored == 1
+
+
 def test_rewards_are_stored_with_their_author_attempt_and_where_they_are_from(folder):
     with FileStore(folder / "s.duckdb") as store:
         ended(store, "r-1", "r-2")
