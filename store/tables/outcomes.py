@@ -12,12 +12,13 @@ from typing import Final
 
 import duckdb
 
+from spangrad.store.tables.rows import looked_up
 from spangrad.tracer import conventions
 
-_NAMED: Final = """
-SELECT DISTINCT s.rollout_id FROM spans s JOIN rollouts r USING (rollout_id)
-WHERE r.is_recorded AND s.trace_id IN (SELECT unnest(?::VARCHAR[]))
-"""
+_NAMED: Final = "SELECT DISTINCT rollout_id FROM spans WHERE rollout_id IS NOT NULL AND trace_id IN"
+_RECORDED: Final = (
+    "SELECT rollout_id FROM rollouts WHERE is_recorded AND rollout_id IN (SELECT unnest(?::VARCHAR[]))"
+)
 _TOLD: Final = """
 WITH own AS (
   SELECT s.*, s.attributes->>$role = 'rollout' AS is_own_root,
@@ -46,11 +47,16 @@ def outcome_of(code: int | None, message: str | None) -> tuple[str, str | None]:
 
 def settle_outcomes(con: duckdb.DuckDBPyConnection, trace_ids: Iterable[str]) -> None:
     """Say how the rollouts ended that spans of these traces name, where nothing but their spans is known."""
-    named = [rollout_id for (rollout_id,) in con.execute(_NAMED, [list(trace_ids)]).fetchall()]
-    if not named:
+    named = {
+        rollout_id
+        for marks, some in looked_up(list(trace_ids))
+        for (rollout_id,) in con.execute(f"{_NAMED} {marks}", some).fetchall()
+    }
+    recorded = con.execute(_RECORDED, [list(named)]).fetchall() if named else []
+    if not recorded:
         return
     given = {
-        "rollouts": named,
+        "rollouts": [rollout_id for (rollout_id,) in recorded],
         "tracer": conventions.SCOPE_TRACER,
         "role": f'$."{conventions.SPAN_ROLE}"',
         "most": conventions.MAX_ATTEMPT,
