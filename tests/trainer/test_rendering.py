@@ -144,6 +144,44 @@ def test_a_template_that_breaks_the_rules_is_refused(template, reason):
         render_call(make_call({"role": "assistant", "content": "12"}), tokenizer)
 
 
+TRIMMING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>"
+    "{{ m.reasoning_content }}</think>{% endif %}{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"content": "  leading and trailing \n\n"},
+        {"content": "12\n"},
+        {"content": " 12", "reasoning_content": "there are 12"},  # it is in the thought
+    ],
+)
+def test_white_space_at_the_ends_that_a_template_drops_is_refused_as_such(tokenizer, said):
+    call = make_call({"role": "assistant", **said})
+    whole = text_of(
+        tokenizer, render_call(make_call({"content": said["content"]}), tokenizer).sampled_token_ids
+    )
+    assert whole == f"{said['content']}<|im_end|>"
+    trimming = make_tokenizer()
+    trimming.chat_template = TRIMMING
+    with pytest.raises(GradeError, match="drops white space at the ends of the reply: call 't-s': "):
+        render_call(call, trimming)
+    plain = make_call({**said, "role": "assistant", "content": said["content"].strip()})
+    ids = render_call(plain, trimming).sampled_token_ids
+    assert text_of(trimming, ids).endswith(f"{said['content'].strip()}<|im_end|>")
+
+
+def test_content_that_a_template_drops_is_not_found_in_the_thought():
+    dropping = make_tokenizer()
+    dropping.chat_template = TRIMMING.replace("{{ m.content | trim }}", "")
+    call = make_call({"role": "assistant", "content": "12", "reasoning_content": "there are 12"})
+    with pytest.raises(GradeError, match=r"loses the reply: .*'12' of the reply is not in"):
+        render_call(call, dropping)
+
+
 def test_tokens_merged_across_the_border_are_refused():
     tokenizer = make_tokenizer()
     # "or" + "ders" are one token in this vocabulary's " orders".

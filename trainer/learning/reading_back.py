@@ -5,7 +5,8 @@ template and no tokens.
 
 Invariants:
 * of a reply and of earlier tool calls everything must be there: content, thoughts, names, argument strings
-  byte for byte. Only where a template writes arguments in another form than JSON are keys and values enough;
+  byte for byte, the content beside the thought and not in it. White space around a thought is the template's.
+  Only where a template writes arguments in another form than JSON are keys and values enough;
 * what else of a prompt is not there is told, and costs nobody a row: templates drop earlier thoughts, some of
   them other messages, and the policy would be shown no more.
 """
@@ -27,10 +28,11 @@ def says_something(reply: Message) -> bool:
 
 def lost_of_reply(reply: Message, text: str, *, by_value: bool = False) -> str | None:
     """What of a reply is not in the text; None if all is there. `by_value`: as in `lost_calls`."""
-    parts = (reply["content"].strip(), thought_of(reply))
-    return next((part for part in parts if part not in text), None) or lost_calls(
-        [reply], text, by_value=by_value
-    )
+    content, thought = reply["content"], thought_of(reply)
+    if thought not in text:
+        return thought
+    beside = text.replace(thought, "\0", 1) if thought and thought not in content else text
+    return content if content not in beside else lost_calls([reply], text, by_value=by_value)
 
 
 def lost_calls(messages: Sequence[Message], text: str, *, by_value: bool = False) -> str | None:

@@ -7,8 +7,9 @@ Invariants:
 * the rendered conversation begins with the rendered prompt, in text and in token ids;
 * the completion ends with the end-of-turn token, as the policy would sample it; what the
   template adds behind that token is left out;
-* what was recorded of the reply (content, thoughts, tool names, argument strings byte for byte)
-  can be read in the decoded completion; anything else is a `GradeError`, never a quiet repair;
+* what was recorded of the reply (content with the white space at its ends, thoughts, tool names, argument
+  strings, byte for byte) can be read in the decoded completion; anything else is a `GradeError`, never a
+  quiet repair;
 * a message of the prompt that can't be read in it is told (`RenderedCall.notes`): templates drop
   earlier thoughts, some of them other messages;
 * a prompt that is known to lack something, as tools that nobody recorded, is not rendered unasked.
@@ -20,7 +21,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from jinja2 import TemplateError
 
@@ -29,6 +30,8 @@ from spangrad.adapters.model_call import Choice, Grade, ModelCall
 from spangrad.errors import GradeError
 from spangrad.trainer.learning.reading_back import lost_calls, lost_of_reply, says_something, unread
 from spangrad.trainer.learning.vocabulary import Vocabulary, check_vocabulary
+
+DROPS_ENDS: Final = "drops white space at the ends of the reply"
 
 
 class ChatTokenizer(Vocabulary, Protocol):
@@ -230,9 +233,10 @@ def _rendered(
         list(rendered.sampled_token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
     if (lost := lost_of_reply(reply, text, by_value=by_value)) is not None:
+        is_trimmed = lost == reply["content"] != lost.strip() and lost.strip() in text
         raise GradeError(
-            f"the chat template or the tokenizer loses the reply: {where}: {lost!r} of the reply is not in "
-            f"the decoded completion {text!r}"
+            f"the chat template or the tokenizer {DROPS_ENDS if is_trimmed else 'loses the reply'}: {where}: "
+            f"{lost!r} of the reply is not in the decoded completion {text!r}"
         )
     return dataclasses.replace(rendered, notes=tuple(unread(messages, prompt)))
 
