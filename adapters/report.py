@@ -92,6 +92,18 @@ ADVICE: Final[Mapping[str, str]] = {
     ),
     "reply was not finished": "nothing: the engine or a filter ended it",
     "error": "nothing to train; `spangrad calls` shows what failed",
+    "unreadable": (
+        "record with `spangrad run -- CMD`, or upgrade the recorder: the attribute or event that the example "
+        "names is in a form that is not read"
+    ),
+    "attributes are missing": (
+        "set OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT to 10000 where the agent runs: the SDK's 128 evict the "
+        "oldest messages"
+    ),
+    "finish reasons are not told": (
+        "ingest requests with their responses, if replies that were cut matter: a conversation that was "
+        "written down does not tell them from whole ones"
+    ),
     "invalid JSON": (
         "set OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT higher, or not at all: the attribute was cut in the middle"
     ),

@@ -13,7 +13,7 @@ from typing import Any, Final
 from spangrad.adapters.dialects.decoding import Decoder, finish_reason
 from spangrad.adapters.dialects.dialect import Dialect
 from spangrad.adapters.dialects.openai_chat import chat_message
-from spangrad.adapters.dialects.otel_genai import is_call, read_as
+from spangrad.adapters.dialects.otel_genai import is_call, is_otel, read_as
 from spangrad.adapters.model_call import Choice
 from spangrad.adapters.reading import Reading, parsed
 from spangrad.adapters.scrubbing import scrubbed
@@ -36,7 +36,7 @@ def wrote(span: Span) -> bool:
     told = _told(span)
     if PROMPT in told or COMPLETION in told or _is_chat(told.get(c.INPUT_MESSAGES)):
         return True
-    return _is_chat(told.get(c.OUTPUT_MESSAGES)) or (SYSTEM in told and c.PROVIDER_NAME not in told)
+    return _is_chat(told.get(c.OUTPUT_MESSAGES)) or (SYSTEM in told and not is_otel(span))
 
 
 def read(span: Span) -> Reading:

@@ -17,7 +17,7 @@ from spangrad.adapters.dialects.openai_chat import chat_message
 from spangrad.adapters.dialects.otel_genai import is_call, read_as
 from spangrad.adapters.log_events import BODY
 from spangrad.adapters.model_call import Choice
-from spangrad.adapters.reading import Reading
+from spangrad.adapters.reading import Reading, parsed
 from spangrad.adapters.scrubbing import scrubbed
 from spangrad.errors import DialectError
 from spangrad.store.records import Span, SpanEvent
@@ -108,19 +108,27 @@ def _add(event: SpanEvent, told: _Told) -> None:
         index, finish = body.get("index", len(told.choices)), body.get("finish_reason")
         if not isinstance(index, int) or index in told.choices:
             raise DialectError(f"a choice has index {index!r}; expected a number of its own")
-        message = chat_message(body.get("message", body), "assistant", told.notes)
+        message = chat_message(_unpacked(body.get("message", body)), "assistant", told.notes)
         told.choices[index] = Choice(
             message={**message, "role": "assistant"},
             finish_reason=finish_reason(finish) if isinstance(finish, str) else None,
         )
     else:
-        message = chat_message(body, ROLES[event.name], told.notes)
+        message = chat_message(_unpacked(body), ROLES[event.name], told.notes)
         told.messages.append(message)
         if message.get("tool_calls") and not message["content"] and TEXT_BESIDE_CALLS not in told.notes:
             told.notes.append(TEXT_BESIDE_CALLS)
     calls = message.get("tool_calls", ())
     has_arguments = any(call["function"]["arguments"] != "{}" for call in calls)
     told.is_captured = told.is_captured or has_arguments or bool(message["content"])
+
+
+def _unpacked(message: Any) -> Any:
+    """A message that may be JSON text, as may its tool calls: attributes of events hold no objects."""
+    message = parsed(message)
+    if isinstance(message, Mapping) and isinstance(message.get("tool_calls"), str):
+        return {**message, "tool_calls": parsed(message["tool_calls"])}
+    return message
 
 
 def _body(event: SpanEvent) -> Mapping[str, Any]:

@@ -66,6 +66,17 @@ def test_a_request_in_a_form_that_is_not_known_is_a_fault_and_no_guess():
     assert call.grade_reasons[0].startswith("unreadable: gen_ai.prompt")
 
 
+@pytest.mark.parametrize("who", [{}, {"gen_ai.system": "openai"}, {"gen_ai.provider.name": "openai"}])
+def test_messages_with_parts_are_the_conventions_whatever_the_provider_is_called(who):
+    asked = [{"role": "user", "parts": [{"type": "text", "content": "hi"}]}]
+    given = [{"role": "assistant", "parts": [{"type": "text", "content": "three"}], "finish_reason": "stop"}]
+    messages = {"gen_ai.input.messages": json.dumps(asked), "gen_ai.output.messages": json.dumps(given)}
+    call = the_call({**messages, **who})
+    assert (call.dialect, call.grade, call.grade_reasons) == ("otel_genai", Grade.TEXT, ("no token ids",))
+    assert list(call.messages) == [{"role": "user", "content": "hi"}]
+    assert call.choices[0].message["content"] == "three"
+
+
 def test_a_call_that_has_no_content_at_all_says_so():
     call = the_call({"gen_ai.system": "openai"})
     assert call.grade is Grade.UNUSABLE

@@ -147,3 +147,28 @@ def test_a_body_that_is_broken_spoils_its_call_and_says_which():
     call = told(("gen_ai.user.message", "{"), ("gen_ai.choice", {"index": 0, "message": {"content": "x"}}))
     assert call.grade is Grade.UNUSABLE
     assert call.grade_reasons[0].startswith("unreadable: gen_ai.user.message: the body is str")
+
+
+def test_messages_and_tool_calls_that_are_json_text_are_read():
+    calls = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}]
+    events = [
+        ("gen_ai.user.message", {"content": "hi"}),
+        ("gen_ai.assistant.message", {"content": "", "tool_calls": json.dumps(calls)}),
+        ("gen_ai.tool.message", {"content": "3", "id": "c1"}),
+        (
+            "gen_ai.choice",
+            {
+                "index": 0,
+                "finish_reason": "stop",
+                "message": json.dumps({"role": "assistant", "content": "three"}),
+            },
+        ),
+    ]
+    listed = tuple(SpanEvent(name, at, attributes) for at, (name, attributes) in enumerate(events))
+    (call,) = calls_from_spans([replace(span(scope=SCOPE, attributes=OLD), events=listed)])
+    assert call.grade is Grade.TEXT
+    assert call.messages[1]["tool_calls"] == calls  # arguments byte for byte
+    assert call.choices[0].message == {"role": "assistant", "content": "three"}
+    broken = SpanEvent("gen_ai.choice", 9, {"index": 0, "message": "three"})
+    (call,) = calls_from_spans([replace(span(scope=SCOPE, attributes=OLD), events=(listed[0], broken))])
+    assert call.grade_reasons[0] == "unreadable: gen_ai.choice: a message is str; expected an object"

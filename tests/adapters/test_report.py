@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spangrad.adapters import grading, ingest
-from spangrad.adapters.dialects import genai_events, genai_generic, genai_legacy
+from spangrad.adapters.dialects import genai_events, genai_generic, genai_legacy, imported
 from spangrad.adapters.report import ADVICE, OBJECTIVES, report
 from spangrad.store.file_store import FileStore
 from spangrad.store.records import Reward, RewardAuthor, Rollout
@@ -84,6 +84,8 @@ def test_every_reason_that_grading_gives_has_advice():
     [
         *(genai_events.NO_RECORD, genai_events.NOT_CAPTURED, genai_generic.NO_CONTENT),
         *(genai_legacy.NO_RECORDS, genai_legacy.NOT_CAPTURED, genai_legacy.TEXT_BESIDE_CALLS),
+        *(imported.FINISH_NOT_TOLD, "unreadable: gen_ai.prompt: it is a number"),
+        "attributes are missing: message 0, though llm.input_messages.48 is there",
     ],
 )
 def test_content_that_is_not_there_has_advice(reason):
