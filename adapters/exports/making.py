@@ -64,9 +64,10 @@ def _parsed(text: str) -> datetime:
 
 def number(value: Any) -> float | None:
     """A finite number, or a truth value as 1 or 0; None for anything else."""
-    if isinstance(value, int | float) and value - value == 0:
-        return float(value)
-    return None
+    try:
+        return float(value) if isinstance(value, int | float) and value - value == 0 else None
+    except OverflowError:  # an integer beyond what a float holds
+        return None
 
 
 def session_of(row: Mapping[str, Any]) -> str | None:

@@ -47,14 +47,18 @@ def spans_of(row: Mapping[str, Any]) -> Iterator[Span]:
 
 
 def scores_of(row: Mapping[str, Any]) -> Iterator[Score]:
-    """`reward` (a number), and `rewards` (name -> number)."""
+    """`reward` (a number), and `rewards` (name -> number); null is no score.
+
+    Any other value, text of a number too, is a score without one: it gives no reward and is counted.
+    """
     if not is_row(row):
         return
     named = row.get("rewards")
-    given = {"reward": row.get("reward"), **(named if isinstance(named, Mapping) else {})}
-    for name, value in given.items():
-        if (found := number(value)) is not None:
-            yield Score(_trace_id(row), None, str(name), found, None, None, None, _end(row), NAME)
+    given = [("reward", row.get("reward"))]
+    given += named.items() if isinstance(named, Mapping) else [("rewards", named)]
+    for name, value in given:
+        if value is not None:
+            yield Score(_trace_id(row), None, str(name), number(value), None, None, None, _end(row), NAME)
 
 
 def _is_conversation(row: Mapping[str, Any]) -> bool:

@@ -148,7 +148,19 @@ def test_rewards_are_of_the_trace():
     [score] = scores_of(row)
     assert (score.trace_id, score.span_id, score.name, score.value) == (trace_id, None, "reward", 1.0)
     named = {**row, "reward": None, "rewards": {"style": 0.5, "done": True, "note": "good"}}
-    assert [(s.name, s.value) for s in scores_of(named)] == [("style", 0.5), ("done", 1.0)]
+    assert [(s.name, s.value) for s in scores_of(named)] == [("style", 0.5), ("done", 1.0), ("note", None)]
+
+
+@pytest.mark.parametrize(
+    "value", ["0.5", "", float("nan"), float("inf"), 10**400, {}, [], [0.5], {"value": 1.0}]
+)
+def test_a_reward_that_is_no_number_is_a_score_without_one(value):
+    row = {**rows("messages")[0], "reward": value}
+    assert [(s.name, s.value) for s in scores_of(row)] == [("reward", None)]
+    assert [(s.name, s.value) for s in scores_of({**row, "reward": None, "rewards": [1.0]})] == [
+        ("rewards", None)
+    ]
+    assert list(scores_of({**row, "reward": None, "rewards": {"style": None}})) == []
 
 
 def test_the_same_row_is_the_same_spans_and_another_is_not():

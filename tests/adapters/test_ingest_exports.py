@@ -126,7 +126,41 @@ def test_scores_find_their_rollout_call_or_trace(store):
         ("call", trace, call, None, "good"),
         ("own", "r-1", None, 2, "why"),
     }
-    assert put_scores(store, given).new_rewards == 0
+    again = put_scores(store, given)
+    assert (again.new_rewards, dict(again.left_out)) == (0, {"the same score again": 4})
+
+
+@pytest.mark.parametrize("time_ns", [5, None])
+def test_a_score_given_twice_is_counted(store, time_ns):
+    store.put_otlp(encode_request([span("root", attributes={})]))
+    report = put_scores(store, [score(time_ns=time_ns), score(time_ns=time_ns), score(name="other")])
+    assert (report.new_rewards, dict(report.left_out)) == (2, {"the same score again": 1})
+
+
+def test_every_score_of_a_file_is_a_reward_or_counted(store, tmp_path):
+    row = json.loads((PLAIN / "messages.jsonl").read_text())
+    lines = [
+        json.dumps({**row, "session_id": f"s-{number}", "reward": value})
+        for number, value in enumerate(["0.5", float("nan"), {}, 0.5, None])
+    ]
+    lines.append(
+        json.dumps({**row, "session_id": "s-9", "reward": 0}).replace('"reward": 0', '"reward": 1e999')
+    )
+    lines.append(lines[3])
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    report = ingest([tmp_path / "rows.jsonl"], store)
+    assert (report.scores, report.new_rewards, report.scores_left_out) == (
+        6,
+        1,
+        {"no number": 4, "the same score again": 1},
+    )
+
+
+@pytest.mark.parametrize("name", ["langfuse", "langsmith"])
+def test_every_score_of_an_export_is_a_reward_or_counted(store, name):
+    for _ in range(2):
+        report = ingest([FIXTURES / "exports" / name], store)
+        assert report.scores == report.new_rewards + sum(report.scores_left_out.values())
 
 
 def test_scores_that_are_no_rewards_are_counted_by_reason(store):
