@@ -11,6 +11,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
 from spangrad.adapters import ingest
+from spangrad.commands.output import print_rows
 from spangrad.store import open_store
 from spangrad.store.file_store import FileStore
 from spangrad.store.records import Reward
@@ -48,6 +49,42 @@ def test_an_answer_is_a_table_json_or_parquet(store, tmp_path):
     assert sql(ask, "--store", store, "--parquet", str(file)).returncode == 0
     assert pq.read_table(file).to_pylist() == rows
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
+
+
+def test_columns_of_one_name_are_told_apart(store, tmp_path):
+    ask = "SELECT 1 AS a, 2 AS a, 3 AS A, 4 AS a_1, 5 AS a"
+    expected = {"a": 1, "a_1": 2, "A_2": 3, "a_1_1": 4, "a_3": 5}  # as DuckDB's own COPY names them
+    assert sql(ask, "--store", store).stdout.splitlines() == ["a\ta_1\tA_2\ta_1_1\ta_3", "1\t2\t3\t4\t5"]
+    assert json.loads(sql(ask, "--store", store, "--json").stdout) == expected
+    assert sql("SELECT 1 AS a, 2 AS a WHERE false", "--store", store).stdout == "a\ta_1\n"
+    file = tmp_path / "a.parquet"
+    assert sql(ask, "--store", store, "--parquet", str(file)).returncode == 0
+    assert pq.read_table(file).to_pylist() == [expected]
+
+
+def test_numbers_that_json_does_not_have_are_words_in_it(store):
+    ask = "SELECT 'nan'::DOUBLE AS n, ['inf'::FLOAT, '-inf'::FLOAT, NULL] AS i, NULL::DOUBLE AS none"
+    done = sql(ask, "--store", store, "--json")
+    assert json.loads(done.stdout) == {"n": "NaN", "i": ["Infinity", "-Infinity", None], "none": None}
+
+
+def test_a_terminal_too_narrow_for_a_table_gets_a_line_for_each_value(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    wide = {f"column_{number}": f"[bold]value {number}" for number in range(12)}
+    print_rows(list(wide), [wide, {"column_0": 1}], may_be_blocks=True)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:2] == ["\x1b[1mrow 1\x1b[0m", "column_0: [bold]value 0"]
+    assert shown[12:16] == [
+        "column_11: [bold]value 11",
+        "\x1b[1mrow 2\x1b[0m",
+        "column_0: 1",
+        "column_1: -",
+    ]
+    fits = dict(list(wide.items())[:10])
+    print_rows(list(fits), [fits], may_be_blocks=True)
+    assert "row 1" not in capsys.readouterr().out
 
 
 def test_parquet_takes_any_number_of_rows_and_keeps_types(store, tmp_path):

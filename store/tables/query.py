@@ -57,7 +57,7 @@ def run_query(
                 f"the query returns more than {row_limit} rows; add LIMIT, count and group, "
                 "or take all as Arrow: `spangrad sql --parquet`, `SpanStore`, `query_arrow`"
             )
-        names = [column[0] for column in result.description or ()]
+        names = distinct_names([column[0] for column in result.description or ()])
         return [dict(zip(names, map(plain, row), strict=True)) for row in rows]
 
 
@@ -74,16 +74,21 @@ def run_arrow_query(
         relation = con.sql(sql, params=parameters) if parameters else con.sql(sql)
         # Of `con.execute` it would be a copy of all rows.
         reader: Any = run(lambda: relation.to_arrow_reader(_BATCH_ROWS))
+        names = distinct_names(reader.schema.names)
+        schema = pa.schema(
+            [field.with_name(name) for field, name in zip(reader.schema, names, strict=True)],
+            reader.schema.metadata,
+        )
 
         def batches() -> Iterator[pa.RecordBatch]:
             try:
                 while (batch := run(lambda: next(reader, None))) is not None:
-                    yield batch
+                    yield batch.rename_columns(names)
             except OSError as error:  # DuckDB's, come through Arrow
                 raise failure(error) from error
 
         try:
-            yield pa.RecordBatchReader.from_batches(reader.schema, batches())
+            yield pa.RecordBatchReader.from_batches(schema, batches())
         finally:
             reader.close()
 
@@ -138,6 +143,20 @@ def _interruptible(con: duckdb.DuckDBPyConnection) -> Iterator[Callable[[Callabl
                 raise
 
         yield run
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """Names of columns, of which DuckDB gives several the same: a second `a` is `a_1`, as in its own Parquet."""
+    counts: dict[str, int] = {}
+    told: list[str] = []
+    for name in names:
+        own = name
+        while own.lower() in counts:
+            own = f"{name}_{counts[name.lower()]}"
+            counts[name.lower()] += 1
+        counts[own.lower()] = 1
+        told.append(own)
+    return told
 
 
 def plain(value: Any) -> Any:

@@ -17,16 +17,23 @@ from rich.text import Text
 
 LONGEST_ID = 20
 """Characters of a word in a table that is too wide for the terminal."""
+READABLE = 8
+"""Characters that a column needs, if it has so many."""
+_PADDING = 2
 
 
 def print_json(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Print one JSON object a line; NaN and infinity become null, bytes base64."""
+    """Print one JSON object a line; NaN and infinity are text (`"NaN"`, `"-Infinity"`), bytes base64."""
     for row in rows:
         print(json.dumps(_plain(row), allow_nan=False, default=str))
 
 
 def print_rows(
-    columns: Sequence[str], rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = ()
+    columns: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    right: Sequence[str] = (),
+    may_be_blocks: bool = False,
 ) -> None:
     """Print the named columns of rows; what is not known is `-`.
 
@@ -34,6 +41,7 @@ def print_rows(
         columns: Keys of the rows, also the headings.
         rows: What to print.
         right: Columns to align on the right.
+        may_be_blocks: Print lines `column: value` for each row where a terminal has no width for a table.
     """
     if not columns:
         return
@@ -43,10 +51,26 @@ def print_rows(
             print("\t".join(cell(row.get(column)) for column in columns))
         return
     console = Console()
+    if may_be_blocks and rows and _least_width(columns, rows) > console.width:
+        _print_blocks(console, columns, rows)
+        return
     table = _table(columns, rows, right, cell)
     if console.measure(table).maximum > console.width:
         table = _table(columns, rows, right, lambda value: _short(cell(value)))
     console.print(table)
+
+
+def _least_width(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> int:
+    """Characters that a table takes in which every column can be read."""
+    longest = (max(len(column), *(len(cell(row.get(column))) for row in rows)) for column in columns)
+    return sum(min(width, READABLE) + _PADDING for width in longest)
+
+
+def _print_blocks(console: Console, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    for number, row in enumerate(rows, 1):
+        console.print(Text(f"row {number}", style="bold"))
+        for column in columns:
+            console.print(Text(f"{cell(column)}: {cell(row.get(column))}"), soft_wrap=True)
 
 
 def _table(
@@ -55,7 +79,7 @@ def _table(
     right: Sequence[str],
     text_of: Callable[[Any], str],
 ) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    table = Table(box=None, padding=(0, _PADDING, 0, 0), header_style="bold", pad_edge=False)
     for column in columns:
         side: Literal["left", "right"] = "right" if column in right else "left"
         table.add_column(column.replace("_", " "), justify=side, overflow="fold")
@@ -97,10 +121,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if math.isfinite(value) else _word(value)
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return value
+
+
+def _word(value: float) -> str:
+    """What JSON has no number for, as protobuf's JSON and OTLP write it."""
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def sql(
         print_json(rows)
     else:
         numbers = [name for name in columns if any(_is_number(row[name]) for row in rows)]
-        print_rows(columns, rows, right=numbers)
+        print_rows(columns, rows, right=numbers, may_be_blocks=True)
 
 
 def report(
@@ -119,8 +119,10 @@ def report(
 
 def _columns(store: "Store", statement: str | None) -> list[str]:
     """Names of the columns of an answer without rows, for its heading."""
+    from spangrad.store.tables.query import distinct_names
+
     try:
-        return [str(row["column_name"]) for row in store.query(f"DESCRIBE {statement}")]
+        return distinct_names([str(row["column_name"]) for row in store.query(f"DESCRIBE {statement}")])
     except StoreError:  # what DESCRIBE does not take (SHOW, EXPLAIN) has no columns to name
         return []
 
