@@ -100,6 +100,28 @@ def test_what_gc_does_not_understand_deletes_nothing(store: str, arguments: tupl
     assert len(listed("rollouts", "--store", store, "--json")) == 3
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 40, -40])
+def test_a_damaged_file_of_the_archive_is_named_with_what_to_do(
+    store: str, tmp_path: Path, kept_bytes: int
+) -> None:
+    listed("archive", "--before", "1970-01-06", "--store", store, "--json")
+    [file, *_] = sorted(Path(f"{store}.archive").rglob("spans-*.parquet"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:kept_bytes])
+    for command in (
+        ("sql", "SELECT attributes FROM spans"),
+        ("sql", "SELECT attributes FROM spans", "--parquet", str(tmp_path / "x.parquet")),
+        ("export", str(tmp_path / "out"), "--format", "otlp"),
+        ("gc", "--attribute", "enduser.id=42", "--yes"),
+    ):
+        done = spangrad(*command, "--store", store)
+        assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+        assert f"{str(file)!r} of the archive is damaged or cut short: put it back" in done.stderr
+        assert "LINE" not in done.stderr
+    file.write_bytes(whole)
+    assert spangrad("sql", "SELECT attributes FROM spans", "--store", store).returncode == 0
+
+
 @pytest.mark.slow
 def test_a_running_hub_is_named(store: str) -> None:
     with HubProcess(Path(store)) as hub:

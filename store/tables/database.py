@@ -48,6 +48,7 @@ _opened_lock = threading.Lock()
 _FULL = ("no space left", "file too large", "disk quota exceeded")
 _FOREIGN = ("not a valid duckdb database", "is an existing extension. install it first")
 _DAMAGED = ("corrupt database file", "could not read enough bytes")
+_PARQUET = re.compile(r"""file ['"]([^'"]+\.parquet)['"]""", re.IGNORECASE)
 _UNFIT = (duckdb.DataError, duckdb.IntegrityError, duckdb.NotSupportedError, duckdb.InvalidInputException)
 """What DuckDB says of values that it can't take; anything else is the file's, the disk's or the memory's."""
 
@@ -219,6 +220,11 @@ def store_error(error: Exception, path: Path) -> StoreError:
     if "could not set lock" in text.lower():
         holder = re.search(r"PID (\d+)", text)
         return _locked(name, holder.group(1) if holder else "unknown")
+    if (file := damaged_partition(text, path)) is not None:
+        return StoreError(
+            f"{file!r} of the archive is damaged or cut short: put it back from a copy; its rollouts"
+            f" can't be read until then ({text.split(' LINE ')[0]})"
+        )
     if any(phrase in text.lower() for phrase in _FOREIGN):
         return StoreError(f"{name!r} is no DuckDB database, so no spangrad store; check the path")
     if "replaying wal" in text.lower():
@@ -232,6 +238,13 @@ def store_error(error: Exception, path: Path) -> StoreError:
             f"or move it aside to begin a new store ({text})"
         )
     return (StoreError if isinstance(error, _UNFIT) else DatabaseFailedError)(f"{name!r}: {text}")
+
+
+def damaged_partition(text: str, path: Path) -> str | None:
+    """The file of a store's archive that DuckDB says it could not read."""
+    file = _PARQUET.search(text)
+    is_ours = file is not None and Path(file.group(1)).is_relative_to(archive_folder(path))
+    return file.group(1) if file is not None and is_ours else None
 
 
 def _locked(name: str, pid: Any) -> StoreLockedError:

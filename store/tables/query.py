@@ -17,7 +17,7 @@ import duckdb
 import pyarrow as pa  # type: ignore[import-untyped]
 
 from spangrad.errors import StoreError
-from spangrad.store.tables.database import Database, store_error
+from spangrad.store.tables.database import Database, damaged_partition, store_error
 
 ROW_LIMIT: Final = 10_000
 TIMEOUT_S: Final = 30.0
@@ -108,6 +108,8 @@ def _asked(
         def failure(error: Exception) -> Exception:
             if is_late.is_set():
                 return StoreError(f"the query took longer than {timeout_s:g} s and was stopped; ask for less")
+            if damaged_partition(str(error), database.path) is not None:
+                return store_error(error, database.path)
             if isinstance(error, duckdb.Error) and not isinstance(error, _ASKERS_FAULT):
                 return error
             if isinstance(error, OSError) and str(error).startswith(_FILES_FAULT):
@@ -146,7 +148,7 @@ def _interruptible(con: duckdb.DuckDBPyConnection) -> Iterator[Callable[[Callabl
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
-    """Names of columns, of which DuckDB gives several the same: a second `a` is `a_1`, as in its own Parquet."""
+    """Names of columns, those that are the same told apart: a second `a` is `a_1`, as in DuckDB's Parquet."""
     counts: dict[str, int] = {}
     told: list[str] = []
     for name in names:
