@@ -128,7 +128,8 @@ def test_a_running_hub_is_named(store: str) -> None:
         for command in (("archive", "--before", "30d"), ("gc", "--keep", "30d", "--yes")):
             done = spangrad(*command, "--store", store)
             assert done.returncode == 1
-            assert f"held by process {hub.process.pid}" in done.stderr
+            assert f"process {hub.process.pid}" in done.stderr and "; stop that first" in done.stderr
+            assert "--store" not in done.stderr
             done = spangrad(*command, "--store", hub.url)
             assert done.returncode == 1
             assert f"the hub at {hub.url} has it open: stop that hub" in done.stderr

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from spangrad.adapters.exports.rows import Broken, rows
+from spangrad.adapters.file_kinds import Framing, framing
 from spangrad.adapters.scoring.reward_places import place_rows
 from spangrad.adapters.scoring.reward_rows import COLUMNS, LeftOut, RewardRow, parse
 from spangrad.errors import DialectError
@@ -63,7 +64,7 @@ def put_reward_files(paths: Sequence[str | Path], store: Store, *, name: str = "
         name: Of rewards that name none.
 
     Raises:
-        DialectError: A file can't be opened.
+        DialectError: A file can't be opened, or is of comma-separated values.
         StoreError: The store refused; rewards that were put before are stored.
     """
     report = RewardFilesReport(files=len(paths))
@@ -100,6 +101,9 @@ def put_reward_files(paths: Sequence[str | Path], store: Store, *, name: str = "
 def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[str, int, Mapping[str, Any] | Broken]]:
     for path in map(Path, paths):
         try:
+            kind, looks = framing(path)
+            if kind is Framing.UNREAD and "separated values" in looks:  # else a broken row for each line
+                raise DialectError(f"it looks like {looks}")
             for row, _ in rows(path):
                 yield str(path), row.line, row if isinstance(row, Broken) else row.value
         except DialectError as error:

@@ -250,6 +250,18 @@ def test_a_file_that_can_not_be_opened_is_said_and_nothing_is_written(store, tmp
     assert store.rewards() == []
 
 
+@pytest.mark.parametrize("separator", [",", "\t"])
+def test_a_table_of_separated_values_is_said_once_with_what_is_read(store, tmp_path, separator):
+    file = tmp_path / "rewards.txt"
+    file.write_text("".join(f"{separator.join(row)}\n" for row in (("rollout_id", "value"), ("one", "1"))))
+    looks = (
+        "can't read rewards from .*rewards.txt.*: it looks like .*-separated values.*; expected JSON lines"
+    )
+    with pytest.raises(DialectError, match=looks):
+        put_reward_files([file], store)
+    assert list(store.rewards()) == []
+
+
 def test_junk_in_any_column_is_a_reward_or_left_out_and_harms_no_other_row(store, tmp_path):
     call = spans_of("one", "1")[1]
     good = {

@@ -179,9 +179,10 @@ def _opened(store: str, command: str) -> "Iterator[FileStore]":
     try:
         file = FileStore(store)
     except StoreLockedError as error:
+        holder, _, _ = str(error).rpartition("; ")  # behind it is what helps other commands: a hub's address
         raise StoreLockedError(
-            f"`spangrad {command}` needs the file for itself, so a hub has to be stopped (agents keep their"
-            f" spans meanwhile): {error}"
+            f"`spangrad {command}` needs the file for itself, and {holder}; stop that first (agents keep"
+            " their spans while a hub is stopped)"
         ) from error
     try:
         yield file
