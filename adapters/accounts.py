@@ -12,6 +12,7 @@ Invariants:
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -28,6 +29,7 @@ from spangrad.errors import SpangradError
 from spangrad.store.base import Store
 from spangrad.store.faults import Faults, Outcome
 from spangrad.store.records import LogRecord, Span, UnreadTrace
+from spangrad.tracer.periodically import Periodically
 
 if TYPE_CHECKING:
     from spangrad.store.file_store import FileStore
@@ -44,6 +46,8 @@ CONTENT_AT_ONCE: Final = 16 * 2**20
 """Characters of attributes that are read at a time, about; one trace may be longer."""
 PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 60.0
+SCOPES_TOLD: Final = 5
+LONGEST_SCOPE: Final = 80
 LAST_S: Final = 3.0
 """How long a hub that stops goes on reading what is left."""
 
@@ -105,6 +109,7 @@ def keep_accounts(store: "FileStore", stop: Event, *, quiet_s: float = QUIET_S) 
             pause_s = min(max(2 * pause_s, PAUSE_S), LONGEST_PAUSE_S)
         else:
             pause_s = time.monotonic() - began if batch else PAUSE_S
+        reader.tell_unread_calls()
     deadline = time.monotonic() + LAST_S
     while not store.is_invalidated and time.monotonic() < deadline:
         try:
@@ -135,6 +140,9 @@ class _Reader:
         """What is counted in the end."""
         self._rules = rules
         self._joined_at_once = joined_at_once
+        self._unread_calls = Counter[str]()
+        """By scope, those in no known dialect that were not told yet."""
+        self._said = Periodically()
         self._waiting: dict[str, int | None] = {}
         """Traces whose calls are recorded, and that have to find their rollouts: when they changed."""
 
@@ -156,6 +164,18 @@ class _Reader:
             self.told.unreadable += 1
             self.told.faults.add(UNREADABLE, Outcome.KEPT, f"trace {trace_ids[0]}")
             self._store.mark_read({one.trace_id: one.changed_ns for one in unread})
+
+    def tell_unread_calls(self) -> None:
+        """Log, every 30 s at most, of which scopes there are model calls that nobody reads."""
+        if self._unread_calls and self._said.due():
+            for scope, count in self._unread_calls.most_common():
+                logger.warning(
+                    "what looks like model calls of scope %r is in no known dialect (%d since the last such"
+                    " line): the spans are stored, no call is made of them, so no report counts them",
+                    scope,
+                    count,
+                )
+            self._unread_calls.clear()
 
     def end(self) -> Accounts:
         """Find the rollouts of what waits for them. Returns what all traces told."""
@@ -189,6 +209,10 @@ class _Reader:
         strays = [span for span in own_spans if recognise(span) == NO_DIALECT]
         if strays:
             told.by_dialect[NO_DIALECT] += len(strays)
+        for span in strays:
+            scope = (span.scope or "")[:LONGEST_SCOPE]
+            if scope in self._unread_calls or len(self._unread_calls) < SCOPES_TOLD:
+                self._unread_calls[scope] += 1
         count_faults(own_spans, strays, told.faults)
 
 

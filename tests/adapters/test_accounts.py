@@ -221,6 +221,22 @@ def test_a_hub_reads_what_is_quiet_and_at_its_end_the_rest(store, is_late):
     assert store.unread_traces() == []
 
 
+def test_a_hub_says_whose_calls_nobody_reads_and_not_for_each(store, caplog):
+    stop = threading.Event()
+    thread = threading.Thread(target=keep_accounts, args=(store, stop), kwargs={"quiet_s": 0.0})
+    thread.start()
+    try:
+        for number in range(1, 4):
+            stray = span(trace=str(number), scope="acme", attributes={c.OPERATION_NAME: "chat"})
+            store.put_otlp(encode_request([stray]))
+            wait_until(lambda: store.unread_traces() == [])
+    finally:
+        stop.set()
+        thread.join(60)
+    [told] = [record.getMessage() for record in caplog.records if "no known dialect" in record.getMessage()]
+    assert "model calls of scope 'acme' is in no known dialect (1 since" in told
+
+
 def test_ingest_counts_evaluations_in_log_records(store, tmp_path):
     nothing = tmp_path / "label.pb"
     attributes = {"gen_ai.evaluation.score.label": "pass"}
