@@ -9,6 +9,7 @@ Knows the shape of requests; knows no records and no tables. Invariants:
 """
 
 import json
+import re
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
@@ -33,6 +34,10 @@ TRACE_ID_BYTES: Final = 16
 SPAN_ID_BYTES: Final = 8
 _MOST_DIGITS: Final = 400
 """Numbers with more digits are text; Python's own limit is 4300."""
+_DEEPEST: Final = 300
+"""Levels of JSON; protobuf reads 100 of messages, which are twice as many at most."""
+_STRINGS_AND_BRACKETS: Final = re.compile(r'"[^"\\]*(?:\\.?[^"\\]*)*(?:"|\Z)|[\[\]{}]', re.DOTALL)
+"""A string that nothing ends goes to the end of the text: every match takes one look."""
 
 __all__ = [
     "BAD_IDS",
@@ -100,11 +105,29 @@ def _loaded(body: bytes) -> Any:
         return json.loads(body)
     except json.JSONDecodeError:
         raise
-    except ValueError:  # bytes that are no UTF-8, or a number of thousands of digits
-        text = body.decode("utf-8", "surrogateescape")
+    except (ValueError, RecursionError):  # no UTF-8, a number of thousands of digits, a thousand levels
+        text = _without_depths(body.decode("utf-8", "surrogateescape"))
         return json.loads(
             text, parse_int=lambda digits: digits if len(digits) > _MOST_DIGITS else int(digits)
         )
+
+
+def _without_depths(text: str) -> str:
+    """JSON text with nothing in what is nested deeper than any message that is read."""
+    kept: list[str] = []
+    depth = begin = 0
+    for found in _STRINGS_AND_BRACKETS.finditer(text):
+        mark = found.group()
+        if mark in ("[", "{"):
+            depth += 1
+            if depth == _DEEPEST + 1:
+                kept += text[begin : found.start()], "[]" if mark == "[" else "{}"
+                begin = len(text)
+        elif mark in ("]", "}"):
+            if depth == _DEEPEST + 1:
+                begin = found.end()
+            depth -= 1
+    return "".join((*kept, text[begin:]))
 
 
 def _leave_out_bad_ids(spans: Any, faults: Faults) -> None:

@@ -86,6 +86,17 @@ def test_a_number_of_thousands_of_digits_is_kept_as_text() -> None:
     assert list(faults) == ["integers beyond 64 bits"]
 
 
+@pytest.mark.parametrize("levels", [60, 400, 5000])
+def test_a_value_of_any_depth_costs_its_span_alone(levels: int) -> None:
+    deep = '{"arrayValue": {"values": [' * levels + '{"stringValue": "x"}' + "]}}" * levels
+    body = json.dumps(json_request(json_span(1, name='"[{'), json_span(2, attributes="?"), json_span(3)))
+    spans, faults = read(body.replace('"?"', f'[{{"key": "x", "value": {deep}}}]').encode())
+    assert [span.name for span in spans] == ['"[{', "span 3"]
+    assert [(kind, one.count) for kind, one in faults.items()] == [("nested too deep", 1)]
+    with pytest.raises(StoreError, match="no OTLP request in JSON"):
+        read(body.replace('"?"', "[" * levels).encode())
+
+
 @pytest.mark.parametrize(
     ("data", "kept", "lost"),
     [

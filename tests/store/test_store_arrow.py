@@ -79,10 +79,13 @@ def test_a_file_and_a_hub_answer_alike(stores: dict[str, Any]) -> None:
         "SELECT * FROM spans ORDER BY start_ns",
         "DESCRIBE spans",
         "SELECT 1 AS a WHERE false",
+        "SELECT 1 AS a, 2 AS a, 3 AS A",
     ):
         of_file, of_hub = (table(stores[name], sql) for name in ("file", "hub"))
         assert of_file.schema == of_hub.schema
         assert repr(of_file.to_pydict()) == repr(of_hub.to_pydict())
+    for store in stores.values():
+        assert store.query(sql) == of_file.to_pylist() == [{"a": 1, "a_1": 2, "A_2": 3}]
 
 
 def test_any_number_of_rows_and_parameters_by_place_and_by_name(store: Any) -> None:
