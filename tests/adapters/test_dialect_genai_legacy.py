@@ -151,7 +151,7 @@ def test_a_body_that_is_broken_spoils_its_call_and_says_which():
 
 def test_messages_and_tool_calls_that_are_json_text_are_read():
     calls = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}]
-    events = [
+    events: list[tuple[str, dict[str, Any]]] = [
         ("gen_ai.user.message", {"content": "hi"}),
         ("gen_ai.assistant.message", {"content": "", "tool_calls": json.dumps(calls)}),
         ("gen_ai.tool.message", {"content": "3", "id": "c1"}),

@@ -139,9 +139,10 @@ def test_a_score_given_twice_is_counted(store, time_ns):
 
 def test_every_score_of_a_file_is_a_reward_or_counted(store, tmp_path):
     row = json.loads((PLAIN / "messages.jsonl").read_text())
+    given: list[object] = ["0.5", float("nan"), {}, 0.5, None]
     lines = [
         json.dumps({**row, "session_id": f"s-{number}", "reward": value})
-        for number, value in enumerate(["0.5", float("nan"), {}, 0.5, None])
+        for number, value in enumerate(given)
     ]
     lines.append(
         json.dumps({**row, "session_id": "s-9", "reward": 0}).replace('"reward": 0', '"reward": 1e999')
