@@ -34,6 +34,7 @@ from spangrad.store.tables import call_keys, ledger, queue, sessions, unread
 from spangrad.store.tables.database import OUTAGES, Database, store_error
 from spangrad.store.tables.evaluations import reward_by_records, reward_by_traces
 from spangrad.store.tables.logs import insert_logs, read_logs
+from spangrad.store.tables.outcomes import settle_outcomes
 from spangrad.store.tables.query import ARROW_TIMEOUT_S, ROW_LIMIT, TIMEOUT_S, run_arrow_query, run_query
 from spangrad.store.tables.rewards import put_rewards, select_rewards
 from spangrad.store.tables.span_rewards import reward_by_events
@@ -383,11 +384,15 @@ class FileStore:
         """Store summaries of model calls: columns of the table `calls`, replaced by `call_id`.
 
         With `read`, what `unread_traces` said of each trace that was read, these are all its calls: others
-        are removed, and a trace that changed meanwhile is left as it is. Returns how many rows are new or
-        changed.
+        are removed, a trace that changed meanwhile is left as it is, and rollouts that nothing but spans of
+        other recorders tell of have ended. Returns how many rows are new or changed.
         """
         with self._database.transaction() as con:
-            return ledger.put_calls(con, rows, read)
+            changed = ledger.put_calls(con, rows, read)
+            if read:
+                with self._database.partitions.united(con, list(read)):
+                    settle_outcomes(con, read)
+            return changed
 
     def unread_traces(
         self,

@@ -17,7 +17,6 @@ import duckdb
 from spangrad.errors import StoreError
 from spangrad.store.records import Policy, Update, UpdateSample
 from spangrad.store.schema import CALLS, METRICS, POLICIES, UPDATE_SAMPLES, UPDATES
-from spangrad.store.tables.outcomes import settle_outcomes
 from spangrad.store.tables.rows import insert_rows, select_dicts
 from spangrad.store.tables.unread import changed_since
 
@@ -167,7 +166,6 @@ def put_calls(
             for table in ("calls", "call_keys"):
                 con.execute(f"DELETE FROM {table} WHERE call_id IN (SELECT unnest(?))", [gone])
         latest = {call_id: row for call_id, row in latest.items() if kept.get(call_id) != row}
-        settle_outcomes(con, read)
     return insert_rows(con, CALLS, list(latest.values()), conflict="replace")
 
 
