@@ -104,9 +104,9 @@ def _mixed(
 def _with_one_more(states_S: Ints, anchor_ids_S: Ints, rollout_index_S: Ints, k: int) -> Ints:
     """Names for the last k states -> names for the last k + 1."""
     count = len(states_S)
-    reaches_S = np.zeros(count, dtype=np.bool_)
-    reaches_S[k:] = rollout_index_S[k:] == rollout_index_S[: count - k]
+    before = max(0, count - k)
+    reaches_S = rollout_index_S[k:] == rollout_index_S[:before]
     earlier_S = np.full(count, -2, dtype=np.int64)  # nothing there: not the same as not known
-    earlier_S[k:] = np.where(reaches_S[k:], anchor_ids_S[: count - k], -2)
+    earlier_S[k:] = np.where(reaches_S, anchor_ids_S[:before], -2)
     is_unknown_S = (states_S == NO_ANCHOR) | (earlier_S == NO_ANCHOR)
     return np.where(is_unknown_S, NO_ANCHOR, pool_ids(states_S, earlier_S))

@@ -132,6 +132,12 @@ def test_hgpo_agrees_with_the_slow_one(rollouts, history, alpha, published):
     assert_allclose(fast, flat(slow), atol=1e-9)
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_hgpo_looks_back_further_than_there_are_steps(count):
+    index = np.arange(count)
+    assert hgpo(np.ones(count), 0 * index, index, 0 * index, history=9).tolist() == [0.0] * count
+
+
 def test_hgpo_refuses_negative_history():
     with pytest.raises(CreditError, match="history"):
         hgpo(STEP_RETURNS, SAME_GROUP, ROLLOUTS, ANCHORS, history=-1)
