@@ -8,7 +8,7 @@ Knows the tables `spans` and `rollouts`. Invariants:
 """
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 import duckdb
 
@@ -16,17 +16,22 @@ from spangrad.store.tables.rows import looked_up
 from spangrad.tracer import conventions
 
 _NAMED: Final = "SELECT DISTINCT rollout_id FROM spans WHERE rollout_id IS NOT NULL AND trace_id IN"
-_RECORDED: Final = (
-    "SELECT rollout_id FROM rollouts WHERE is_recorded AND rollout_id IN (SELECT unnest(?::VARCHAR[]))"
-)
-_TOLD: Final = """
+_OF_ATTEMPT: Final = "r.rollout_id = s.rollout_id AND r.attempt = least(coalesce(s.attempt, 0), $most)"
+_DUE: Final = f"""
+SELECT r.rollout_id FROM spans s JOIN rollouts r ON {_OF_ATTEMPT}
+WHERE r.is_recorded AND s.rollout_id IN (SELECT unnest($rollouts::VARCHAR[]))
+GROUP BY r.rollout_id, r.status
+HAVING if(r.status = 'running', NOT bool_or(s.scope = $tracer),
+  coalesce(bool_or(s.end_ns = r.ended_ns AND s.scope <> $tracer), false))
+"""
+"""Found without a look at attributes. One that somebody else has ended did not end with any of its spans."""
+_TOLD: Final = f"""
 WITH own AS (
   SELECT s.*, s.attributes->>$role = 'rollout' AS is_own_root,
     s.parent_span_id IS NULL OR EXISTS (
       SELECT 1 FROM spans p WHERE p.trace_id = s.trace_id AND p.span_id = s.parent_span_id
       AND p.rollout_id IS DISTINCT FROM s.rollout_id) AS is_root
-  FROM spans s JOIN rollouts r ON r.rollout_id = s.rollout_id
-    AND r.attempt = least(coalesce(s.attempt, 0), $most)
+  FROM spans s JOIN rollouts r ON {_OF_ATTEMPT}
   WHERE s.rollout_id IN (SELECT unnest($rollouts::VARCHAR[])))
 SELECT r.rollout_id, r.status, r.started_ns, r.ended_ns, r.error, bool_or(s.scope = $tracer) AS is_traced,
   least(min(s.start_ns), 9223372036854775807)::BIGINT, least(max(s.end_ns), 9223372036854775807)::BIGINT,
@@ -35,9 +40,7 @@ SELECT r.rollout_id, r.status, r.started_ns, r.ended_ns, r.error, bool_or(s.scop
 FROM own s JOIN rollouts r USING (rollout_id)
 GROUP BY r.rollout_id, r.status, r.started_ns, r.ended_ns, r.error
 HAVING NOT coalesce(bool_or(s.is_own_root), false)
-  AND if(r.status = 'running', NOT is_traced, coalesce(bool_or(s.end_ns = r.ended_ns), false))
 """
-"""One that somebody else has ended did not end with any of its spans."""
 
 
 def outcome_of(code: int | None, message: str | None) -> tuple[str, str | None]:
@@ -52,15 +55,11 @@ def settle_outcomes(con: duckdb.DuckDBPyConnection, trace_ids: Iterable[str]) ->
         for marks, some in looked_up(list(trace_ids))
         for (rollout_id,) in con.execute(f"{_NAMED} {marks}", some).fetchall()
     }
-    recorded = con.execute(_RECORDED, [list(named)]).fetchall() if named else []
-    if not recorded:
+    given: dict[str, Any] = {"tracer": conventions.SCOPE_TRACER, "most": conventions.MAX_ATTEMPT}
+    due = con.execute(_DUE, {**given, "rollouts": list(named)}).fetchall() if named else []
+    if not due:
         return
-    given = {
-        "rollouts": [rollout_id for (rollout_id,) in recorded],
-        "tracer": conventions.SCOPE_TRACER,
-        "role": f'$."{conventions.SPAN_ROLE}"',
-        "most": conventions.MAX_ATTEMPT,
-    }
+    given |= {"rollouts": [rollout_id for (rollout_id,) in due], "role": f'$."{conventions.SPAN_ROLE}"'}
     for rollout_id, *known, is_traced, start_ns, end_ns, code, message in con.execute(
         _TOLD, given
     ).fetchall():
