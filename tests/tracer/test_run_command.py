@@ -216,7 +216,7 @@ def test_a_hub_that_is_down_is_said_once(model: ModelServer, tmp_path: Path) -> 
 def test_a_store_that_can_not_take_spans_is_refused_before_the_agent_runs(
     model: ModelServer, tmp_path: Path, made_as: str
 ) -> None:
-    store, message = tmp_path / "s.duckdb", "is not a valid DuckDB database"
+    store, message = tmp_path / "s.duckdb", "is no DuckDB database"
     if made_as == "folder in the way":
         (tmp_path / "file").touch()
         store, message = tmp_path / "file" / "s.duckdb", "s.duckdb.spool' can't be written"
