@@ -266,5 +266,5 @@ def _advantages(batch: Batch, config: CreditConfig, is_informative_S: NDArray[np
     episode_S = EPISODE_TERMS[config.episode].estimate(batch, config)[batch.rollout_index_S]
     if config.step == "none":
         return episode_S
-    step_S = STEP_TERMS[config.step].estimate(batch, batch.step_returns_S, config)
+    step_S = STEP_TERMS[config.step].estimate(batch, config)
     return episode_S + config.step_weight * np.where(is_informative_S, step_S, 0.0)

@@ -67,8 +67,8 @@ class EpisodeTerm:
 class StepTerm:
     """A term for steps."""
 
-    estimate: Callable[[Batch, Floats, "CreditConfig"], Floats]
-    """(batch, returns from each step on) -> advantages, shape (S,)."""
+    estimate: Callable[[Batch, "CreditConfig"], Floats]
+    """-> advantages, shape (S,)."""
     pool: Callable[[Batch], Ints]
     """Which steps are compared with each other, shape (S,); `NO_ANCHOR`: with none."""
     settings: frozenset[str] = frozenset()
@@ -92,9 +92,9 @@ def _tokens(batch: Batch) -> Ints:
     return np.maximum(batch.tokens_N, 1)
 
 
-def _gigpo(batch: Batch, returns_S: Floats, config: "CreditConfig") -> Floats:
+def _gigpo(batch: Batch, config: "CreditConfig") -> Floats:
     return step_advantages(
-        returns_S,
+        batch.step_returns_S,
         batch.group_ids_S,
         batch.anchor_ids_S,
         scale_by_std=config.scale_by_std,
@@ -103,10 +103,10 @@ def _gigpo(batch: Batch, returns_S: Floats, config: "CreditConfig") -> Floats:
     )
 
 
-def _hgpo(estimate: Callable[..., Floats]) -> Callable[[Batch, Floats, "CreditConfig"], Floats]:
-    def apply(batch: Batch, returns_S: Floats, config: "CreditConfig") -> Floats:
+def _hgpo(estimate: Callable[..., Floats]) -> Callable[[Batch, "CreditConfig"], Floats]:
+    def apply(batch: Batch, config: "CreditConfig") -> Floats:
         return estimate(
-            returns_S,
+            batch.step_returns_S,
             batch.group_ids_S,
             batch.rollout_index_S,
             batch.anchor_ids_S,
@@ -167,8 +167,8 @@ STEP_TERMS: Final[Mapping[str, StepTerm]] = {
         _hgpo(hgpo_as_published), _by_anchor, frozenset({"history", "history_weight", "eps"})
     ),
     "leave_one_out_to_go": StepTerm(
-        lambda batch, returns_S, _: leave_one_out_to_go(
-            returns_S, batch.rollout_index_S, batch.step_index_S, batch.group_ids_N
+        lambda batch, _: leave_one_out_to_go(
+            batch.step_returns_S, batch.rollout_index_S, batch.step_index_S, batch.group_ids_N
         ),
         _by_index,
     ),

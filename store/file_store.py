@@ -142,7 +142,7 @@ class FileStore:
     @property
     def _rejected(self) -> Path:
         """Where spans go that can not be stored."""
-        return self.path.with_name(self.path.name + ".rejected")
+        return rejected_file(self.path)
 
     @property
     def is_invalidated(self) -> bool:
