@@ -20,7 +20,7 @@ from spangrad.adapters.dialects.growing import read_together
 from spangrad.adapters.grading import grade
 from spangrad.adapters.log_events import with_logs
 from spangrad.adapters.merging import cluster, mark_repeated, merge
-from spangrad.adapters.model_call import ModelCall
+from spangrad.adapters.model_call import ModelCall, Purpose
 from spangrad.adapters.parts import join_parts
 from spangrad.adapters.purpose import purpose_of
 from spangrad.adapters.reading import Reading, text, whole_number
@@ -237,7 +237,8 @@ def _call(reading: Reading, group: Sequence[Reading]) -> ModelCall:
         ancestor_span_ids=reading.ancestor_span_ids,
         purpose=purpose,
         purpose_reason=purpose_reason,
-        is_trained_policy=reading.is_trained_policy is not False,
+        # A judge whose own calls are trained would learn to be pleased.
+        is_trained_policy=reading.is_trained_policy is not False and purpose is not Purpose.JUDGE,
         error=reading.error,
         usage=reading.usage,
     )

@@ -1,0 +1,169 @@
+"""Unit tests as a reward: run in a copy of the folder that an agent left.
+
+Invariants:
+* the folder is not changed; nothing of the run outlives it, however it ends;
+* a test passed only if the report says so by name: a run that exits early with 0 has passed nothing;
+* what runs sees none of the caller's environment but `PATH` and `LANG`: no keys.
+
+This is no sandbox: tests run what the policy wrote, as this user. Who must not trust it runs verifiers in a
+container. Tests and the code under test share a process, so hostile code can write a report that lies.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+from xml.etree import ElementTree
+
+from spangrad.errors import CreditError
+
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml={report}")
+_TAIL = 4000
+_MAX_REPORT = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TestRun:
+    """What became of the tests."""
+
+    __test__ = False  # pytest: no class of tests
+
+    passed: Sequence[str]
+    failed: Sequence[str]
+    """Wanted, and not reported as passed: failed, skipped, or never run."""
+    timed_out: bool
+    exit_code: int | None
+    """None: it was stopped."""
+    output: str
+    """The end of what it printed."""
+
+    @property
+    def score(self) -> float:
+        """1.0 if all passed, else 0.0: the reward of R2E and SWE-Gym."""
+        return float(not self.failed)
+
+    @property
+    def share(self) -> float:
+        """Passed of all wanted: a softer reward, that pays for half a repair."""
+        return len(self.passed) / (len(self.passed) + len(self.failed))
+
+
+def run_tests(
+    folder: str | Path,
+    tests: Collection[str],
+    *,
+    timeout_s: float,
+    command: Sequence[str] = PYTEST,
+    overlay: str | Path | None = None,
+) -> TestRun:
+    """Run tests in a copy of a folder.
+
+    Args:
+        folder: What the agent left.
+        tests: Names as pytest gives them, `tests/test_a.py::TestB::test_c[1]`; all must pass.
+        timeout_s: The run is stopped after so long, with all that it started; its tests have not passed.
+        command: What runs them; the names are appended. `{report}` stands for the JUnit XML file that it must
+            write.
+        overlay: Folder that is laid over the copy: the right tests, which the agent must not have changed.
+
+    Raises:
+        CreditError: There is no folder, no test, or the command can't be started: nothing is known then.
+    """
+    if not tests or not timeout_s > 0:
+        raise CreditError(f"{len(tests)} tests, timeout_s {timeout_s!r}; expected one or more, above 0")
+    for one in (folder, overlay):
+        if one is not None and not Path(one).is_dir():
+            raise CreditError(f"{str(one)!r} is no folder")
+    with tempfile.TemporaryDirectory(prefix="spangrad-tests-", ignore_cleanup_errors=True) as place:
+        work, report = Path(place, "work"), Path(place, "report.xml")
+        shutil.copytree(folder, work, symlinks=True)
+        if overlay is not None:
+            _lay_over(Path(overlay), work)
+        wanted = sorted(set(tests))
+        line = [part.replace("{report}", str(report)) for part in command]
+        exit_code, output = _run([*line, *wanted], work, timeout_s)
+        reported = frozenset[tuple[str, str]]() if exit_code is None else _passed(report)
+    passed = [name for name in wanted if _junit_name(name) in reported]
+    failed = [name for name in wanted if _junit_name(name) not in reported]
+    return TestRun(passed, failed, exit_code is None, exit_code, output)
+
+
+def _lay_over(overlay: Path, work: Path) -> None:
+    """Copy files over; what the agent put in their way, links too, goes."""
+    for source in sorted(overlay.rglob("*")):
+        target = work / source.relative_to(overlay)
+        if target.is_symlink() or (target.exists() and target.is_dir() != source.is_dir()):
+            shutil.rmtree(target) if target.is_dir() and not target.is_symlink() else target.unlink()
+        if source.is_dir():
+            target.mkdir(parents=True, exist_ok=True)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)
+
+
+def _run(line: Sequence[str], work: Path, timeout_s: float) -> tuple[int | None, str]:
+    environment = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+    environment |= {"HOME": str(work.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        process = subprocess.Popen(
+            line,
+            cwd=work,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise CreditError(f"{line[0]!r} can't be started: {error.strerror}") from error
+    assert process.stdout is not None
+    tail = bytearray()
+    reader = threading.Thread(target=_keep_tail, args=(process.stdout, tail), daemon=True)
+    reader.start()
+    exit_code: int | None = None
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            exit_code = process.wait(timeout_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also what it left running
+        process.wait()
+        reader.join(timeout=1.0)  # a process that left the group may hold the pipe
+    return exit_code, bytes(tail[-_TAIL:]).decode("utf-8", "replace")
+
+
+def _keep_tail(stream: IO[bytes], tail: bytearray) -> None:
+    with stream:
+        while block := stream.read1(65536):  # type: ignore[attr-defined]
+            tail += block
+            del tail[: -2 * _TAIL]
+
+
+def _passed(report: Path) -> frozenset[tuple[str, str]]:
+    """(class name, name) of every test that the report calls passed; none if it is no report."""
+    try:
+        if report.stat().st_size > _MAX_REPORT:
+            return frozenset()
+        cases = ElementTree.parse(report).iter("testcase")  # size bounded, and expat bounds expansion
+        return frozenset(
+            (case.get("classname", ""), case.get("name", ""))
+            for case in cases
+            if not any(child.tag in ("failure", "error", "skipped") for child in case)
+        )
+    except (OSError, ElementTree.ParseError):
+        return frozenset()
+
+
+def _junit_name(test: str) -> tuple[str, str]:
+    """pytest's name of a test as its report has it: `a/test_b.py::C::d` -> (`a.test_b.C`, `d`)."""
+    file, *names = test.split("::")
+    module = file.removesuffix(".py").replace("/", ".")
+    return ".".join([module, *names[:-1]]), names[-1] if names else ""

@@ -1,0 +1,85 @@
+"""Rows of queries, folders and forms of answers."""
+
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from spangrad.credit.verifiers import has_json_keys, has_tags, same_files, same_rows
+from spangrad.errors import CreditError
+
+
+def test_rows_are_compared_as_often_as_they_occur_in_any_order() -> None:
+    assert same_rows([(1, "a"), (2, None)], [(2, None), (1, "a")]) == 1.0
+    assert same_rows([(1,), (1,), (2,)], [(1,), (2,), (2,)]) == 0.0
+    assert same_rows([(1,), (2,)], [(2,), (1,)], ordered=True) == 0.0
+
+
+def test_types_of_numbers_do_not_matter_and_other_types_do() -> None:
+    assert same_rows([(2, 0.1 + 0.2, -0.0)], [(Decimal(2), 0.3, 0)]) == 1.0
+    assert same_rows([(1,)], [("1",)]) == same_rows([(1,)], [(True,)]) == same_rows([(0,)], [(None,)]) == 0.0
+    assert same_rows([(date(2024, 1, 2),)], [("2024-01-02",)]) == 1.0
+    assert same_rows([(float("nan"),)], [(float("nan"),)]) == 1.0
+    assert same_rows([(1.000000001,)], [(1.0,)], significant_digits=12) == 0.0
+
+
+def _folder(place: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = place / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return place
+
+
+def test_share_of_files_that_are_as_they_should_be(tmp_path: Path) -> None:
+    expected = _folder(tmp_path / "e", a="1", b="2", sub__c="3")
+    found = _folder(tmp_path / "f", a="1", b="x", sub__c="3", added="4")
+    assert same_files(expected, expected) == 1.0
+    assert same_files(found, expected) == 0.5
+    assert same_files(found, expected, ignore=["b", "added", "sub/*"]) == 1.0
+
+
+def test_a_link_equals_nothing(tmp_path: Path) -> None:
+    expected = _folder(tmp_path / "e", a="1", sub__c="3")
+    found = tmp_path / "f"
+    found.mkdir()
+    (found / "a").symlink_to(expected / "a")
+    (found / "sub").symlink_to(expected / "sub")
+    assert same_files(found, expected) == 0.0
+
+
+def test_nothing_to_compare_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CreditError, match="no file"):
+        same_files(tmp_path / "empty", tmp_path / "empty")
+    with pytest.raises(CreditError, match="no folder"):
+        same_files(tmp_path / "nowhere", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("<think>a</think> <answer>b</answer>", 1.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>a<answer>b</answer></think>", 0.0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
+        ("<think>a</think>", 0.0),
+        (None, 0.0),
+    ],
+)
+def test_tags_occur_once_and_in_order(text: object, score: float) -> None:
+    assert has_tags(text, ["think", "answer"]) == score
+
+
+def test_tags_that_are_no_names_are_refused() -> None:
+    with pytest.raises(CreditError, match="tags"):
+        has_tags("x", ["<think>"])
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [('{"a": 1, "b": 2}', 1.0), ('{"b": 2}', 0.0), ("[1]", 0.0), ("[" * 10**5, 0.0), (3, 0.0)],
+)
+def test_json_with_keys(text: object, score: float) -> None:
+    assert has_json_keys(text, ["a"]) == score

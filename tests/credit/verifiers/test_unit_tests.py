@@ -1,0 +1,122 @@
+"""Unit tests as rewards: real runs of pytest in folders that an agent may have spoilt."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spangrad.credit.verifiers import run_tests
+from spangrad.errors import CreditError
+
+_TESTS = ["test_it.py::test_a", "test_it.py::TestB::test_c[1]"]
+_TEST_FILE = """
+import pytest, code_
+def test_a(): assert code_.f() == 1
+class TestB:
+    @pytest.mark.parametrize("x", [1, 2])
+    def test_c(self, x): assert code_.f() == x
+"""
+
+
+def _work(place: Path, code: str, tests: str = _TEST_FILE) -> Path:
+    place.mkdir()
+    (place / "code_.py").write_text(code)
+    (place / "test_it.py").write_text(tests)
+    return place
+
+
+def test_listed_tests_pass_and_the_folder_is_left_as_it_was(tmp_path: Path) -> None:
+    folder = _work(tmp_path / "w", "def f(): return 1")
+    before = sorted(folder.rglob("*"))
+    run = run_tests(folder, _TESTS, timeout_s=60)
+    assert (run.score, run.share, run.passed) == (1.0, 1.0, sorted(_TESTS)), run.output
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_one_failure_scores_zero_and_shares_half(tmp_path: Path) -> None:
+    run = run_tests(
+        _work(tmp_path / "w", "def f(): return 1"),
+        ["test_it.py::test_a", "test_it.py::TestB::test_c[2]"],
+        timeout_s=60,
+    )
+    assert (run.score, run.share, run.failed) == (0.0, 0.5, ["test_it.py::TestB::test_c[2]"])
+
+
+def test_leaving_early_with_zero_passes_nothing(tmp_path: Path) -> None:
+    run = run_tests(_work(tmp_path / "w", "import os; os._exit(0)"), _TESTS, timeout_s=60)
+    assert (run.exit_code, run.score, run.passed) == (0, 0.0, [])
+
+
+def test_changed_tests_are_laid_over_with_the_right_ones(tmp_path: Path) -> None:
+    spoilt = "def test_a(): pass\nclass TestB:\n    def test_c(self): pass"
+    folder = _work(tmp_path / "w", "def f(): return 0", spoilt)
+    outside = tmp_path / "outside.py"
+    outside.write_text(spoilt)
+    (folder / "test_it.py").unlink()
+    (folder / "test_it.py").symlink_to(outside)
+    right = tmp_path / "right"
+    right.mkdir()
+    (right / "test_it.py").write_text(_TEST_FILE)
+    assert run_tests(folder, ["test_it.py::test_a"], timeout_s=60).score == 1.0
+    assert run_tests(folder, ["test_it.py::test_a"], timeout_s=60, overlay=right).score == 0.0
+    assert outside.read_text() == spoilt
+
+
+def test_a_run_that_hangs_is_stopped_with_its_children(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    script = (
+        "import subprocess, sys, time;"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        f"open({str(pid_file)!r}, 'w').write(str(p.pid)); time.sleep(600)"
+    )
+    run = run_tests(_work(tmp_path / "w", ""), ["t"], timeout_s=2, command=[sys.executable, "-c", script])
+    assert (run.timed_out, run.exit_code, run.score) == (True, None, 0.0)
+    child = int(pid_file.read_text())
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and _runs(child):
+        time.sleep(0.01)
+    assert not _runs(child)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_no_key_of_the_caller_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    run = run_tests(
+        _work(tmp_path / "w", ""),
+        ["t"],
+        timeout_s=60,
+        command=[sys.executable, "-c", "import os; print(sorted(os.environ))"],
+    )
+    assert "PATH" in run.output
+    assert "OPENAI_API_KEY" not in run.output
+    assert "OPENAI_API_KEY" in os.environ
+
+
+def test_much_output_keeps_its_end(tmp_path: Path) -> None:
+    run = run_tests(
+        _work(tmp_path / "w", ""),
+        ["t"],
+        timeout_s=60,
+        command=[sys.executable, "-c", "print('x' * 5_000_000); print('the end')"],
+    )
+    assert run.output.endswith("the end\n")
+    assert len(run.output) <= 4000
+
+
+def test_what_the_operator_got_wrong_raises(tmp_path: Path) -> None:
+    folder = _work(tmp_path / "w", "")
+    with pytest.raises(CreditError, match="no folder"):
+        run_tests(tmp_path / "nowhere", ["t"], timeout_s=1)
+    with pytest.raises(CreditError, match="0 tests"):
+        run_tests(folder, [], timeout_s=1)
+    with pytest.raises(CreditError, match="can't be started"):
+        run_tests(folder, ["t"], timeout_s=1, command=["/no/such/program"])
