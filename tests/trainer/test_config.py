@@ -15,6 +15,7 @@ from spangrad.trainer.config import (
     load_config,
 )
 from spangrad.trainer.learning.learner_config import LearnerConfig
+from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.policies.warm_start import WarmStartConfig
 
 MINIMAL = """
@@ -135,7 +136,7 @@ OUT_OF_RANGE = [
     (LearnerConfig, "max_grad_norm", 0.0, "more than 0"),
     (LearnerConfig, "warmup_updates", -1, "0 or more"),
     (LearnerConfig, "decay_updates", -1, "0 or more"),
-    (LearnerConfig, "objective", "dpo", "one of ppo, bc"),
+    (LearnerConfig, "objective", "ppp", f"one of {', '.join(OBJECTIVES)}"),
     (LearnerConfig, "clip_low", 1.0, "more than 0 and less than 1"),
     (LearnerConfig, "clip_high", 0.0, "more than 0"),
     (LearnerConfig, "dual_clip", 1.0, "more than 1"),

@@ -113,7 +113,7 @@ def test_name_in_the_cache_changes_with_everything_that_makes_the_policy(train, 
         "adapters/messages.py",
         "credit/transitions.py",
         "trainer/learning/model.py",
-        "trainer/learning/losses.py",
+        "trainer/learning/losses/cloning.py",
         "trainer/policies/scripted_model.py",
     ],
 )

@@ -76,7 +76,7 @@ class Learner:
         self.device = usable_device(config.device)
         torch.manual_seed(config.seed)
         self.model = load_model(config.model_path, device=self.device)
-        needs_reference = config.objective == "ppo" or config.kl_coef > 0
+        needs_reference = config.uses_ratio or config.kl_coef > 0
         self._reference = copy.deepcopy(self.model).requires_grad_(False) if needs_reference else None
         self._separable_head = head_is_separable(self.model)
         self._optimizer = make_optimizer(self.model, config)
@@ -124,7 +124,7 @@ class Learner:
         metrics = totals.metrics() | data_metrics(selection, policy_version=policy_version)
         # Losses were summed over microbatches: report what one pass over all rows adds up to.
         metrics |= {k: v / config.epochs_per_update for k, v in metrics.items() if k.startswith("loss/")}
-        if config.objective == "ppo":
+        if config.uses_ratio:
             metrics = {"gap/mean": math.nan, "gap/max": math.nan} | metrics
         metrics["optimizer/lr"] = lr
         metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
@@ -159,7 +159,7 @@ class Learner:
             ((batch, self._reference) for batch in self._pack(rows[:compared])),
             ((batch, None) for batch in self._pack(rows[compared:])),
         )
-        use_temperature = config.objective != "bc"
+        use_temperature = config.uses_ratio
         for batch, reference in batches:
             reference_M = None
             if reference is not None:

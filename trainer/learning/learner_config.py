@@ -5,18 +5,18 @@ Knows: the ranges of its settings. Does not know: torch.
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from spangrad.errors import ConfigError
+from spangrad.trainer.learning.objectives import OBJECTIVES
 
 DTYPES = ("float32", "bfloat16")
-OBJECTIVES = ("ppo", "bc")
 SCHEDULES = ("cosine", "linear", "constant")
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerConfig:
-    """What a learner is made from; checked when made."""
+    """What a learner is made from; checked when made. A changed setting that nothing uses is refused."""
 
     model_path: str = ""
     """Hugging Face folder of the starting policy; a training run fills in `serving.model`."""
@@ -37,11 +37,11 @@ class LearnerConfig:
     decay_updates: int = 0
     """The learning rate falls linearly to a tenth over this many calls of `update`; 0: it does not fall."""
     objective: str = "ppo"
-    """Loss of `update`: `ppo` or `bc`."""
-    clip_low: float = 0.2
-    """Lower clip distance of the ratio, in (0, 1)."""
-    clip_high: float = 0.28
-    """Upper clip distance of the ratio; above 0."""
+    """Loss of `update`: a name in `objectives.OBJECTIVES`; `trainer/README.md` has the table."""
+    clip_low: float | None = None
+    """Lower clip distance, in (0, 1); None: the objective's own."""
+    clip_high: float | None = None
+    """Upper clip distance, above 0; None: the objective's own."""
     dual_clip: float | None = 3.0
     """Largest loss per unit of negative advantage, above 1; None switches it off."""
     entropy_coef: float = 0.0
@@ -58,14 +58,21 @@ class LearnerConfig:
     On a CPU 2048 to 4096 is fastest (activations stay in the cache); on a GPU what memory allows.
     """
     kl_monitor_rows: int = 128
-    """`policy/kl_to_start` is measured on at most this many rows, taken at random; 0 or more."""
+    """`policy/kl_to_start` is measured on at most this many rows, taken at random; 0 or more. All are where
+    `kl_coef` is above 0, none where the objective has no ratio."""
     seed: int = 0
     """Seeds the order of rows; 0 or more."""
     threads: int = 0
     """torch CPU threads of the process; 0 leaves them as they are."""
 
     def __post_init__(self) -> None:
-        """Refuse values that can't be used."""
+        """Refuse values that can't be used, and changed ones that nothing uses; fill in the clip bounds."""
+        objective = OBJECTIVES.get(self.objective)
+        require(objective is not None, "learner.objective", self.objective, f"one of {', '.join(OBJECTIVES)}")
+        clip = objective.clip if objective is not None else None
+        for name, bound in zip(("clip_low", "clip_high"), clip or (), strict=False):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, bound)
         for name, holds, expected in (
             ("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
             ("device", re.fullmatch(r"cpu|cuda(:\d+)?", self.device), "cpu, cuda or cuda:N"),
@@ -75,9 +82,8 @@ class LearnerConfig:
             ("max_grad_norm", self.max_grad_norm > 0, "more than 0"),
             ("warmup_updates", self.warmup_updates >= 0, "0 or more"),
             ("decay_updates", self.decay_updates >= 0, "0 or more"),
-            ("objective", self.objective in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}"),
-            ("clip_low", 0 < self.clip_low < 1, "more than 0 and less than 1"),
-            ("clip_high", self.clip_high > 0, "more than 0"),
+            ("clip_low", self.clip_low is None or 0 < self.clip_low < 1, "more than 0 and less than 1"),
+            ("clip_high", self.clip_high is None or self.clip_high > 0, "more than 0"),
             ("dual_clip", self.dual_clip is None or self.dual_clip > 1, "more than 1"),
             ("entropy_coef", self.entropy_coef >= 0, "0 or more"),
             ("kl_coef", self.kl_coef >= 0, "0 or more"),
@@ -89,6 +95,34 @@ class LearnerConfig:
             ("threads", self.threads >= 0, "0 or more"),
         ):
             require(bool(holds), f"learner.{name}", getattr(self, name), expected)
+        self._check_effects()
+
+    @property
+    def uses_ratio(self) -> bool:
+        """Whether the objective compares the current with the behaviour policy."""
+        return OBJECTIVES[self.objective].uses_ratio
+
+    def settings_unused(self) -> dict[str, str]:
+        """Settings that change nothing, and why."""
+        objective = OBJECTIVES[self.objective]
+        by_objective = frozenset().union(*(one.settings for one in OBJECTIVES.values()))
+        unused = by_objective - objective.settings
+        if objective.clip is None:
+            unused |= {"clip_low", "clip_high"}
+        because = {name: f"with objective {self.objective!r}" for name in unused}
+        if self.kl_coef > 0:
+            because["kl_monitor_rows"] = "with a kl_coef above 0, which compares every row"
+        elif not objective.uses_ratio:
+            because["kl_monitor_rows"] = f"with objective {self.objective!r} and kl_coef 0"
+        return because
+
+    def _check_effects(self) -> None:
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, why in self.settings_unused().items():
+            if (value := getattr(self, name)) != defaults[name]:
+                raise ConfigError(
+                    f"learner.{name} = {value!r} has no effect {why}; leave it out, or choose what uses it"
+                )
 
 
 def require(holds: bool, key: str, value: object, expected: str) -> None:

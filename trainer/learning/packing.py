@@ -23,6 +23,7 @@ from torch import Tensor
 
 from spangrad.credit.transition import Transition
 from spangrad.errors import CreditError, EmptyBatchError, GradeError, PolicyError
+from spangrad.trainer.learning.objectives import OBJECTIVES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +51,10 @@ class Batch:
     """float32; the row's `loss_weight`."""
     versions_BT: Tensor
     """int64; policy version that sampled the predicted token, -1 = unknown."""
+    row_ids_BT: Tensor
+    """int64; which row the predicted token is of: a number of its own in this batch."""
+    call_ids_BT: Tensor
+    """int64; which call sampled the predicted token: a number of its own in this batch, whatever the row."""
     temperatures_BT: Tensor
     """float32; the row's sampling temperature, 1 where it was 0 (engines report greedy logprobs at 1)."""
 
@@ -100,18 +105,18 @@ def _check_row(row: Transition) -> None:
         raise CreditError(f"{row_name(row)}: loss_weight is {row.loss_weight!r}; expected a number >= 0")
 
 
-def _check_ppo_row(row: Transition) -> None:
+def _check_ratio_row(row: Transition, objective: str) -> None:
     logprobs = row.behavior_logprobs[row.action_mask]
     unknown = int((~np.isfinite(logprobs)).sum())
     if unknown:
         raise GradeError(
             f"{row_name(row)} has grade {row.grade!r}: {unknown} of {logprobs.size} trained tokens have no "
-            "behaviour logprob; PPO needs grade 'exact', train these rows with objective 'bc'"
+            f"behaviour logprob; {objective} needs grade 'exact', train these rows with objective 'bc'"
         )
     if not row.temperature > 0:
         raise GradeError(
-            f"{row_name(row)} was sampled at temperature {row.temperature!r}; PPO needs tokens that were "
-            "sampled at a temperature above 0"
+            f"{row_name(row)} was sampled at temperature {row.temperature!r}; {objective} needs tokens "
+            "that were sampled at a temperature above 0"
         )
     if np.isinf(row.advantages[row.action_mask]).any():
         raise CreditError(
@@ -124,7 +129,7 @@ def select_rows(rows: Sequence[Transition], *, objective: str, needs_all_tokens:
 
     Args:
         rows: Rows as they come from credit.
-        objective: `ppo` (needs behaviour logprobs and advantages) or `bc`.
+        objective: Name of one; those with a ratio need behaviour logprobs and advantages.
         needs_all_tokens: Keep rows whose advantages are all zero: an entropy or KL term
             trains on them too.
 
@@ -140,8 +145,8 @@ def select_rows(rows: Sequence[Transition], *, objective: str, needs_all_tokens:
         if not row.action_mask.any():
             without_tokens += 1
             continue
-        if objective == "ppo":
-            _check_ppo_row(row)
+        if OBJECTIVES[objective].uses_ratio:
+            _check_ratio_row(row, objective)
             is_unassigned = row.action_mask & np.isnan(row.advantages)
             without_advantage += int(is_unassigned.sum())
             if is_unassigned.any():
@@ -231,6 +236,10 @@ def _batch(
     weights = np.zeros(shape, dtype=np.float32)
     versions = np.full(shape, -1, dtype=np.int64)
     temperatures = np.ones(shape, dtype=np.float32)
+    row_ids = np.repeat(np.arange(shape[0])[:, None], shape[1], axis=1)
+    # A trained token outside every segment counts as of one more call of its row.
+    call_ids = row_ids.copy()
+    calls = shape[0]
     for b, index in enumerate(indices):
         row, stop = rows[index], int(lengths[index])
         t = slice(0, stop - 1)
@@ -242,6 +251,9 @@ def _batch(
         advantages[b, t] = row.advantages[1:stop]
         versions[b, t] = row.policy_versions[1:stop]
         weights[b, :] = row.loss_weight
+        for segment in row.segments:
+            call_ids[b, max(0, segment.start - 1) : segment.stop - 1] = calls
+            calls += 1
         temperatures[b, :] = row.temperature if row.temperature > 0 else 1.0
     return Batch(
         row_indices=tuple(indices),
@@ -253,6 +265,8 @@ def _batch(
         advantages_BT=torch.from_numpy(advantages),
         weights_BT=torch.from_numpy(weights),
         versions_BT=torch.from_numpy(versions),
+        row_ids_BT=torch.from_numpy(row_ids),
+        call_ids_BT=torch.from_numpy(call_ids),
         temperatures_BT=torch.from_numpy(temperatures),
     )
 
