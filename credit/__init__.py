@@ -8,8 +8,10 @@ from spangrad.credit.gigpo import gigpo, gigpo_as_published, step_advantages
 from spangrad.credit.grpo import dr_grpo, group_advantages, grpo
 from spangrad.credit.hgpo import hgpo, hgpo_as_published
 from spangrad.credit.information_gain import information_gains
+from spangrad.credit.labels import best, labelled
 from spangrad.credit.maxrl import maxrl
 from spangrad.credit.opo import opo
+from spangrad.credit.pairs import Preferred, paired
 from spangrad.credit.pass_at_k import best_of_group
 from spangrad.credit.pipeline import CreditedBatch, credited_rows
 from spangrad.credit.reinforce_pp import (
@@ -20,7 +22,7 @@ from spangrad.credit.reinforce_pp import (
 from spangrad.credit.rloo import rloo
 from spangrad.credit.roles import role_advantages
 from spangrad.credit.shaping import farming_gain, potential_based
-from spangrad.credit.transition import CallSegment, Transition
+from spangrad.credit.transition import CallSegment, Judgement, Transition
 from spangrad.credit.transitions import (
     Refused,
     informative,
@@ -39,11 +41,14 @@ __all__ = [
     "CreditConfig",
     "CreditResult",
     "CreditedBatch",
+    "Judgement",
+    "Preferred",
     "Refused",
     "Step",
     "Trajectory",
     "Transition",
     "assign",
+    "best",
     "best_of_group",
     "credited_rows",
     "dr_grpo",
@@ -60,12 +65,14 @@ __all__ = [
     "hgpo_as_published",
     "information_gains",
     "informative",
+    "labelled",
     "leave_one_out_to_go",
     "maxrl",
     "mt_grpo",
     "node_values",
     "opo",
     "overlong_penalty",
+    "paired",
     "per_turn_index",
     "potential_based",
     "reinforce_pp",

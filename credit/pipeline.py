@@ -7,18 +7,19 @@ Invariants:
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 from spangrad.adapters.call_tree import build_tree
 from spangrad.adapters.calls import calls_of
 from spangrad.adapters.model_call import Grade, ModelCall, Purpose
 from spangrad.credit.assign import CreditConfig, assign
+from spangrad.credit.pairs import Preferred
 from spangrad.credit.rendered import REWRITTEN, Render, count_rewritten, rendered, with_unknown_tools
 from spangrad.credit.rewards import DEFAULT_AUTHORS, RolloutRewards, by_rollout, rewards_of
 from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import (
+    MISSING_REWARD,
     Aggregation,
     Refused,
     require_grade,
@@ -28,11 +29,12 @@ from spangrad.credit.transitions import (
     weigh,
 )
 from spangrad.credit.types import Trajectory
+from spangrad.errors import ConfigError
 from spangrad.store.base import Store
 from spangrad.store.records import Rollout, RolloutStatus, UpdateSample
 
-MISSING_REWARD: Final = "reward is missing"
-"""Why a call is refused whose rollout nobody scored."""
+Prefer = Callable[[Sequence[Transition], Mapping[str, float | None]], Preferred]
+"""Rows and the return of each rollout -> the rows that a preference loss, or cloning, learns from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ def credited_rows(
     policy_version: int | None = None,
     max_staleness: int | None = None,
     render: Render | None = None,
+    prefer: Prefer | None = None,
 ) -> CreditedBatch:
     """Read the calls and rewards of rollouts and turn them into weighted, credited rows.
 
@@ -80,10 +83,15 @@ def credited_rows(
         max_staleness: Refuse rollouts with a token that was sampled more updates before `policy_version`,
             or after it. None: no limit.
         render: Gives text-grade calls their ids (for `min_grade` text) and checks those of others.
+        prefer: What preference learning makes of rows and their rollouts' returns: `paired`, `labelled` or
+            `best`, with their settings bound. Wants no estimators: `config` is None.
 
     Raises:
+        ConfigError: There are both estimators and preferences.
         CreditError: Rewards contradict each other. GradeError: `min_grade` is no grade.
     """
+    if config is not None and prefer is not None:
+        raise ConfigError("preferences are made of returns, not of advantages; leave the estimators out")
     refused: list[Refused] = []
     ended = _ended(rollouts, refused)
     ids = [rollout.rollout_id for rollout in ended]
@@ -97,7 +105,8 @@ def credited_rows(
             for rollout in ended
             if not _is_stale(calls_by_rollout[rollout.rollout_id], policy_version, max_staleness, refused)
         ]
-    given = by_rollout(store.rewards(ids) if ids and config is not None else ())
+    needs_rewards = config is not None or prefer is not None
+    given = by_rollout(store.rewards(ids) if ids and needs_rewards else ())
     trajectories: list[Trajectory] = []
     for rollout in ended:
         calls = calls_by_rollout[rollout.rollout_id]
@@ -115,10 +124,18 @@ def credited_rows(
             continue
         assigned = {step.call_id: advantages[rollout.rollout_id, step.call_id] for step in trajectory.steps}
         rows += _rows(rollout, calls, assigned, min_grade, render, refused, notes)
+    if prefer is not None:
+        preferred = prefer(rows, {each.rollout_id: each.total_reward for each in trajectories})
+        rows = list(preferred.rows)
+        refused += preferred.refused
+        diagnostics = {**diagnostics, **preferred.diagnostics}
     rows = weigh(rows, aggregation, constant=constant) if rows else []
     read = [call for calls in calls_by_rollout.values() for call in calls]
     sampled = {call.call_id: _sampled_tokens(call) for call in read}
-    refused = [replace(one, sampled_tokens=sampled.get(one.call_id or "", 0)) for one in refused]
+    refused = [
+        replace(one, sampled_tokens=one.sampled_tokens or sampled.get(one.call_id or "", 0))
+        for one in refused
+    ]
     return CreditedBatch(rows, refused, diagnostics, samples_of(rows, policy_version), read, +notes)
 
 

@@ -22,6 +22,20 @@ class CallSegment:
     stop: int
 
 
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """That a sequence is good or bad: all trained tokens of all rows that carry this judgement.
+
+    A pair is two judgements with one id, one of them good.
+    """
+
+    id: str
+    """Of the pair, or of the sequence where it is judged alone."""
+    is_good: bool
+    weight: float
+    """Weight of the pair, or of the sequence, in the loss; the same in all its rows."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Transition:
     """One row of training data: a path of a rollout's call tree from the root.
@@ -48,3 +62,5 @@ class Transition:
     """Worst grade among its calls."""
     temperature: float = 1.0
     """Sampling temperature of its calls; the learner recomputes under the same."""
+    judgements: Sequence[Judgement] = ()
+    """What preference losses (DPO, KTO) compare; other losses do not read it."""

@@ -13,7 +13,7 @@ Shape letters: T token positions of a row.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from spangrad.credit.types import Step, Trajectory
 from spangrad.errors import ConfigError, GradeError
 
 Aggregation = Literal["rollout-token-mean", "token-mean", "constant"]
+MISSING_REWARD: Final = "reward is missing"
+"""Why a call is refused whose rollout nobody scored."""
 
 
 @dataclass(frozen=True, slots=True)

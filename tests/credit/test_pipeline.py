@@ -2,15 +2,17 @@
 
 import dataclasses
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 
 from spangrad.adapters.model_call import ModelCall
 from spangrad.credit.assign import CreditConfig
+from spangrad.credit.labels import best, labelled
 from spangrad.credit.pipeline import credited_rows
 from spangrad.credit.rewards import rewards_of
-from spangrad.errors import GradeError
+from spangrad.errors import ConfigError, GradeError
 from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import encode_request
 from spangrad.store.records import Reward, RewardAuthor, Rollout, Span
@@ -112,6 +114,24 @@ def test_a_reward_from_the_agents_own_key_does_not_count_unless_asked(store):
     store.put_rewards([Reward("good", 1.0), Reward("bad", 0.0)], author=RewardAuthor.AGENT)
     assert credited_rows(store, rollouts, PLAIN).rows == []
     assert len(credited_rows(store, rollouts, PLAIN, authors=("agent",)).rows) == 2
+
+
+def test_preferences_are_made_of_the_returns_and_weighed_afterwards(store):
+    rollouts = filled(store, {"good": 1.0, "copy": 1.0, "bad": 0.0, "unscored": None})
+    batch = credited_rows(store, rollouts, None, prefer=partial(labelled, good_at=0.5))
+    assert [(row.rollout_id, row.judgements[0].is_good) for row in batch.rows] == [
+        ("good", True),
+        ("copy", True),
+        ("bad", False),
+    ]
+    assert [refused.rollout_id for refused in batch.refused] == ["unscored", "unscored"]
+    assert [refused.sampled_tokens for refused in batch.refused] == [2, 1]
+    assert [sample.advantage for sample in batch.samples] == [1.0] * 4 + [-1.0] * 2
+    assert batch.diagnostics["preference/good"] == 2.0
+    (row,) = credited_rows(store, rollouts, None, prefer=partial(best, per_group=1)).rows
+    assert row.loss_weight == 1 / 3
+    with pytest.raises(ConfigError, match="leave the estimators out"):
+        credited_rows(store, rollouts, PLAIN, prefer=partial(best, per_group=1))
 
 
 def test_cloning_needs_no_reward(store):

@@ -302,7 +302,7 @@ def _tell_refused(batches: "Sequence[CreditedBatch]", ids: Collection[str], rend
     """Say what is not trained, and what would make rows of calls that are only text."""
     from spangrad.adapters.grading import TOOLS_UNKNOWN
     from spangrad.adapters.model_call import Grade
-    from spangrad.credit.pipeline import MISSING_REWARD
+    from spangrad.credit.transitions import MISSING_REWARD
 
     refused = [one for batch in batches for one in batch.refused if one.rollout_id in ids]
     first = {one.counted_as: one.reason for one in reversed(refused)}
