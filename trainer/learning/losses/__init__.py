@@ -15,18 +15,23 @@ Invariants:
 * an empty mask is an error, never a division by a small number.
 """
 
-from spangrad.trainer.learning.losses.cloning import bc_loss
+from spangrad.trainer.learning.losses.cloning import awr_loss, bc_loss
 from spangrad.trainer.learning.losses.divergence import kl_k3, kl_penalty
 from spangrad.trainer.learning.losses.entropy import entropy_bonus, token_entropy
 from spangrad.trainer.learning.losses.masking import MAX_LOG_RATIO, log_ratio, weighted_sum
 from spangrad.trainer.learning.losses.ppo import ppo_clip_loss
+from spangrad.trainer.learning.losses.preference import dpo_loss, kto_loss, kto_reference_point
 
 __all__ = [
     "MAX_LOG_RATIO",
+    "awr_loss",
     "bc_loss",
+    "dpo_loss",
     "entropy_bonus",
     "kl_k3",
     "kl_penalty",
+    "kto_loss",
+    "kto_reference_point",
     "log_ratio",
     "ppo_clip_loss",
     "token_entropy",

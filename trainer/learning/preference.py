@@ -1,0 +1,157 @@
+"""From summed log-probabilities of rows to what each of their tokens is worth in a loss over sequences.
+
+DPO and KTO depend on sums of log-probabilities over whole sequences, whose rows are in different
+microbatches. The sums are taken first, without a gradient; then dL / dS of a row's sequences is a constant
+factor of its tokens, and a plain weighted sum of token log-probabilities has the loss's exact gradient,
+however the rows are cut into microbatches.
+
+Knows rows, their judgements and their sums. Does not know: models.
+
+Shape letters: B rows, P pairs, N sequences, K memberships of a row in a sequence.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spangrad.credit.transition import Judgement, Transition
+from spangrad.errors import CreditError
+from spangrad.trainer.learning import losses
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """Summed log-probabilities, nats, of the trained tokens of rows: under the weights and the reference."""
+
+    policy: Floats
+    reference: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sequences:
+    """The judged sequences of some rows, in order of first appearance."""
+
+    names: Sequence[tuple[str, bool]]
+    """(id of the judgement, is it good)."""
+    weights_N: Tensor
+    row_K: Tensor
+    sequence_K: Tensor
+
+    def sums(self, values_B: Tensor) -> Tensor:
+        """Sum of its rows' values for every sequence."""
+        return values_B.new_zeros(len(self.names)).index_add(0, self.sequence_K, values_B[self.row_K])
+
+
+def with_coefficients(
+    rows: Sequence[Transition],
+    scores: Scores,
+    mismatched: Scores,
+    *,
+    objective: str,
+    settings: Mapping[str, float],
+) -> tuple[list[Transition], float, dict[str, float]]:
+    """Rows whose `advantages` make `-sum_k loss_weight * A * log pi_k` have the gradient of the loss.
+
+        A = -(dL / dS) / loss_weight
+
+    Args:
+        rows: Of one optimizer step, with judgements; both sides of a pair must be there.
+        scores: Of these rows.
+        mismatched: Of what KTO takes its reference point from, one sum per rollout; empty for DPO.
+        objective: `dpo` or `kto`.
+        settings: What its function in `losses` takes beside the sequences, by name.
+
+    Returns:
+        The rows, the value of the loss, and what to report as `policy/*`.
+
+    Raises:
+        CreditError: A pair lacks a side, a sequence has two weights, or a row is not judged.
+    """
+    sequences = _sequences(rows)
+    policy_B = torch.from_numpy(scores.policy).requires_grad_()
+    policy_N = sequences.sums(policy_B)
+    reference_N = sequences.sums(torch.from_numpy(scores.reference))
+    if objective == "dpo":
+        chosen, rejected = _sides(sequences)
+        loss, monitors = losses.dpo_loss(
+            policy_N[chosen],
+            policy_N[rejected],
+            reference_N[chosen],
+            reference_N[rejected],
+            sequences.weights_N[chosen],
+            **settings,
+        )
+    else:
+        loss, monitors = losses.kto_loss(
+            policy_N,
+            reference_N,
+            torch.tensor([is_good for _, is_good in sequences.names]),
+            sequences.weights_N,
+            losses.kto_reference_point(
+                torch.from_numpy(mismatched.policy), torch.from_numpy(mismatched.reference)
+            ),
+            **settings,
+        )
+    (slopes_B,) = torch.autograd.grad(loss, policy_B)  # dL / dS
+    told = [
+        replace(row, advantages=np.where(row.action_mask, -slope / row.loss_weight, 0.0))
+        for row, slope in zip(rows, slopes_B.tolist(), strict=True)
+    ]
+    return told, float(loss.detach()), {name: float(value) for name, value in monitors.items()}
+
+
+def by_rollout(rows: Sequence[Transition], values: Floats) -> Floats:
+    """Sums of the rows' values over each rollout, in order of first appearance."""
+    index: dict[str, int] = {}
+    places = np.array([index.setdefault(row.rollout_id, len(index)) for row in rows], dtype=np.int64)
+    return np.bincount(places, weights=values, minlength=len(index)).astype(np.float64)
+
+
+def _sequences(rows: Sequence[Transition]) -> _Sequences:
+    index: dict[tuple[str, bool], int] = {}
+    weights: list[float] = []
+    row_K: list[int] = []
+    sequence_K: list[int] = []
+    for b, row in enumerate(rows):
+        for judgement in row.judgements:
+            n = index.setdefault((judgement.id, judgement.is_good), len(index))
+            if n == len(weights):
+                weights.append(judgement.weight)
+            elif weights[n] != judgement.weight:
+                raise CreditError(_two_weights(row, judgement, weights[n]))
+            row_K.append(b)
+            sequence_K.append(n)
+    return _Sequences(
+        names=list(index),
+        weights_N=torch.tensor(weights, dtype=torch.float64),
+        row_K=torch.tensor(row_K, dtype=torch.int64),
+        sequence_K=torch.tensor(sequence_K, dtype=torch.int64),
+    )
+
+
+def _two_weights(row: Transition, judgement: Judgement, other: float) -> str:
+    return (
+        f"rollout {row.rollout_id!r}: judgement {judgement.id!r} has weight {judgement.weight!r} in one row "
+        f"and {other!r} in another; all rows of a sequence must say the same"
+    )
+
+
+def _sides(sequences: _Sequences) -> tuple[Tensor, Tensor]:
+    """Positions of what is chosen and what is rejected, pair by pair."""
+    index = {name: n for n, name in enumerate(sequences.names)}
+    chosen = [n for (_, is_good), n in index.items() if is_good]
+    for pair, is_good in sequences.names:
+        if (pair, not is_good) not in index:
+            lacking = "rejected" if is_good else "chosen"
+            raise CreditError(
+                f"pair {pair!r} has no {lacking} side among the rows of its optimizer step; rows of a pair "
+                "need the same group_id, trained tokens and a weight above 0"
+            )
+    rejected = [index[sequences.names[n][0], False] for n in chosen]
+    return torch.tensor(chosen, dtype=torch.int64), torch.tensor(rejected, dtype=torch.int64)
