@@ -7,6 +7,9 @@ The observation of a step is the messages after the last assistant message of it
 request; for a first step, the last user message. Two steps of a group with the same
 observation are taken to be in the same state, which is what GiGPO compares.
 
+Observations that are nearly equal are one state where that is asked for (`similar.py`); a state that the
+agent named is always compared exactly.
+
 Knows chat messages. Ignores ids (tool-call ids are random) and history; two states
 that differ in their history alone are one anchor.
 """
@@ -30,6 +33,23 @@ def anchor_of(call: ModelCall) -> str | None:
         return None
     text = json.dumps([_canonical(message) for message in observation], sort_keys=True, ensure_ascii=False)
     return _hash(text)
+
+
+def observation_of(call: ModelCall) -> str | None:
+    """The observation as text; None where the agent named the state, or there is none.
+
+    Roles and contents, without the form of JSON around them: likeness is of what was said.
+    """
+    if call.state_key is not None:
+        return None
+    texts = [_text_of(_canonical(message)) for message in _observation(call.messages)]
+    return "\n".join(texts) if texts else None
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    if message.keys() <= {"role", "content"} and isinstance(message.get("content"), str):
+        return f"{message.get('role')}: {message['content']}"
+    return json.dumps(message, sort_keys=True, ensure_ascii=False)
 
 
 def _hash(text: str) -> str:

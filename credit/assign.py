@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from spangrad.credit.batch import batch_of
 from spangrad.credit.diagnostics import CreditDiagnostics, diagnose
 from spangrad.credit.estimators import (
     AS_PUBLISHED,
@@ -30,9 +31,8 @@ from spangrad.credit.estimators import (
     both_as_published,
 )
 from spangrad.credit.gigpo import NO_ANCHOR
-from spangrad.credit.groups import Floats, labels, pool_statistics
+from spangrad.credit.groups import Floats, pool_statistics
 from spangrad.credit.grpo import Singleton
-from spangrad.credit.returns import discounted_returns
 from spangrad.credit.types import Trajectory
 from spangrad.errors import ConfigError, CreditError
 
@@ -79,6 +79,15 @@ class CreditConfig:
     """How many earlier states `hgpo` looks at beyond the present one; 0 or more."""
     history_weight: float = 1.0
     """alpha of `hgpo`: how much more a longer shared history counts; 0 or more."""
+    anchors: Literal["exact", "similar"] = "exact"
+    """When steps of a group are in the same state (`gigpo`, `hgpo`): when they saw the same, or something
+    `similar`. States that the agent named (`spangrad.state`) are always compared exactly."""
+    similarity: float = 0.95
+    """With `similar` anchors: how much of its text, in runs of four characters, an observation has in common
+    with the leader of its pool; 0.5 to 1."""
+    evidence_prior: float = 0.0
+    """k of `gigpo` and `hgpo`: the advantage in a state that n rollouts came through counts n / (n + k). 0
+    or more."""
 
     def __post_init__(self) -> None:
         """Check names, ranges, and that every setting that was changed has an effect."""
@@ -93,9 +102,13 @@ class CreditConfig:
             raise ConfigError(f"step {AS_PUBLISHED!r} needs episode 'grpo', not {self.episode!r}")
         if not 0.0 <= self.gamma <= 1.0:
             raise ConfigError(f"gamma is {self.gamma!r}; expected 0 to 1")
+        if self.anchors not in ("exact", "similar"):
+            raise ConfigError(f"anchors is {self.anchors!r}; expected 'exact' or 'similar'")
+        if not 0.5 <= self.similarity <= 1.0:
+            raise ConfigError(f"similarity is {self.similarity!r}; expected 0.5 to 1")
         if self.ddof not in (0, 1):
             raise ConfigError(f"ddof is {self.ddof!r}; expected 0 or 1")
-        for name in ("step_weight", "eps", "history", "history_weight"):
+        for name in ("step_weight", "eps", "history", "history_weight", "evidence_prior"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected 0 or more")
         self._check_effects()
@@ -106,8 +119,8 @@ class CreditConfig:
             value = getattr(self, field.name)
             if value != field.default and field.name not in used:
                 raise ConfigError(
-                    f"{field.name} = {value!r} has no effect with episode {self.episode!r} and step "
-                    f"{self.step!r}; leave it out, or choose terms that use it"
+                    f"{field.name} = {value!r} has no effect with episode {self.episode!r}, step "
+                    f"{self.step!r} and anchors {self.anchors!r}; leave it out, or choose what uses it"
                 )
 
     def settings_used(self) -> frozenset[str]:
@@ -118,7 +131,7 @@ class CreditConfig:
         used |= EPISODE_TERMS[self.episode].settings
         if self.step != "none":
             used |= STEP_TERMS[self.step].settings | {"gamma", "step_weight"}
-        return used
+        return used - {"similarity"} if self.anchors == "exact" else used
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,36 +168,32 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
     the rewards differ by how far they are discounted, which says who was shorter and not who was better.
     """
     _check(trajectories)
-    known = [trajectory for trajectory in trajectories if trajectory.total_reward is not None]
-    batch = _batch(known, config.gamma)
+    totals = [trajectory.total_reward for trajectory in trajectories]
+    batch = batch_of(
+        [trajectory for trajectory, total in zip(trajectories, totals, strict=True) if total is not None],
+        [total for total in totals if total is not None],
+        gamma=config.gamma,
+        similarity=config.similarity if config.anchors == "similar" else None,
+    )
     is_informative_N = _is_informative(batch, config)
     advantages_S = _advantages(batch, config, is_informative_N[batch.rollout_index_S])
+    given = iter(advantages_S.tolist())
     advantages: dict[tuple[str, str], float | None] = {
-        (trajectory.rollout_id, step.call_id): None
-        for trajectory in trajectories
+        (trajectory.rollout_id, step.call_id): None if total is None else next(given)
+        for trajectory, total in zip(trajectories, totals, strict=True)
         for step in trajectory.steps
     }
-    keys = [(trajectory.rollout_id, step.call_id) for trajectory in known for step in trajectory.steps]
-    advantages.update(zip(keys, advantages_S.tolist(), strict=True))
     diagnostics = diagnose(
         returns_N=batch.returns_N,
         group_ids_N=batch.group_ids_N,
         is_informative_N=is_informative_N,
         group_ids_S=batch.group_ids_S,
         anchor_ids_S=batch.anchor_ids_S,
+        exact_anchor_ids_S=batch.exact_anchor_ids_S if config.anchors == "similar" else None,
         advantages_S=advantages_S,
         rollouts=len(trajectories),
     )
     return CreditResult(advantages, diagnostics)
-
-
-def group_of(trajectory: Trajectory) -> str:
-    """The group's name; a rollout without one is a group of its own."""
-    return (
-        f"group {trajectory.group_id}"
-        if trajectory.group_id is not None
-        else f"rollout {trajectory.rollout_id}"
-    )
 
 
 def _check(trajectories: Sequence[Trajectory]) -> None:
@@ -203,41 +212,10 @@ def _check(trajectories: Sequence[Trajectory]) -> None:
             )
         rewards = [trajectory.reward, *(step.reward for step in trajectory.steps)]
         for reward in rewards:
-            if reward is not None and not np.isfinite(reward):
+            if reward is not None and not math.isfinite(reward):
                 raise CreditError(
                     f"rollout {trajectory.rollout_id!r} has reward {reward!r}; expected a finite one or none"
                 )
-
-
-def _batch(known: Sequence[Trajectory], gamma: float) -> Batch:
-    step_returns: list[float] = []
-    undiscounted: list[float] = []
-    for trajectory in known:
-        rewards_T = np.array([step.reward or 0.0 for step in trajectory.steps], dtype=np.float64)
-        if len(rewards_T):
-            rewards_T[-1] += trajectory.reward or 0.0
-        step_returns.extend(discounted_returns(rewards_T, gamma).tolist())
-        # Summed without rounding, so that equal rewards in another order are equal.
-        undiscounted.extend(math.fsum(rewards_T[t:]) for t in range(len(rewards_T)))
-    steps = [step for trajectory in known for step in trajectory.steps]
-    anchor_ids_S = labels([step.anchor or "" for step in steps])
-    is_anchored_S = np.array([step.anchor is not None for step in steps], dtype=np.bool_)
-    lengths = [len(trajectory.steps) for trajectory in known]
-    return Batch(
-        returns_N=np.array([trajectory.total_reward for trajectory in known], dtype=np.float64),
-        group_ids_N=labels([group_of(trajectory) for trajectory in known]),
-        tokens_N=np.array([_tokens(trajectory) for trajectory in known], dtype=np.int64),
-        step_returns_S=np.array(step_returns, dtype=np.float64),
-        undiscounted_S=np.array(undiscounted, dtype=np.float64),
-        rollout_index_S=np.repeat(np.arange(len(known)), lengths),
-        step_index_S=np.array([t for length in lengths for t in range(length)], dtype=np.int64),
-        anchor_ids_S=np.where(is_anchored_S, anchor_ids_S, NO_ANCHOR),
-    )
-
-
-def _tokens(trajectory: Trajectory) -> int:
-    counts = [step.tokens for step in trajectory.steps]
-    return -1 if None in counts else sum(count for count in counts if count is not None)
 
 
 def _is_informative(batch: Batch, config: CreditConfig) -> NDArray[np.bool_]:

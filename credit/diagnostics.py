@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spangrad.credit.gigpo import NO_ANCHOR
+from spangrad.credit.gigpo import NO_ANCHOR, pool_ids
 from spangrad.credit.groups import Floats, Ints, pool_statistics
 
 
@@ -34,6 +34,11 @@ class CreditDiagnostics:
     values."""
     anchor_coverage: float | None
     """Share of steps whose anchor pool has at least 2 members. None without steps."""
+    anchor_coverage_exact: float | None
+    """What it would be if only equal observations were one state. None unless similar ones are."""
+    anchors_from_similarity: float | None
+    """Share of steps whose pool holds observations that differ from theirs. None unless similar ones are one
+    state."""
     reward_mean: float | None
     """Mean over groups of the mean return."""
     reward_std: float | None
@@ -56,6 +61,8 @@ class CreditDiagnostics:
             "groups/informative_share": share,
             "groups/informative_share_expected": self.expected_informative_share,
             "anchors/coverage": self.anchor_coverage,
+            "anchors/coverage_exact": self.anchor_coverage_exact,
+            "anchors/from_similarity": self.anchors_from_similarity,
             "reward/mean": self.reward_mean,
             "reward/std": self.reward_std,
             "reward/std_in_groups": self.reward_std_in_groups,
@@ -71,6 +78,7 @@ def diagnose(
     is_informative_N: NDArray[np.bool_],
     group_ids_S: Ints,
     anchor_ids_S: Ints,
+    exact_anchor_ids_S: Ints | None = None,
     advantages_S: Floats,
     rollouts: int,
 ) -> CreditDiagnostics:
@@ -82,12 +90,15 @@ def diagnose(
         is_informative_N: Whether the rewards of its group differ.
         group_ids_S: Group of each step of a scored rollout.
         anchor_ids_S: State of each step.
+        exact_anchor_ids_S: The same by equal observations alone, where `anchor_ids_S` is by similarity.
         advantages_S: What each step got.
         rollouts: Rollouts in the batch, scored or not.
     """
     _, first = np.unique(group_ids_N, return_index=True)
     pools = pool_statistics(returns_N, group_ids_N, ddof=0)
     sizes, means, stds = pools.count_X[first], pools.mean_X[first], pools.std_X[first]
+    sizes_S = _pool_sizes(group_ids_S, anchor_ids_S)
+    exact_S = None if exact_anchor_ids_S is None else _pool_sizes(group_ids_S, exact_anchor_ids_S)
     informative, singleton = int(is_informative_N[first].sum()), int((sizes == 1).sum())
     return CreditDiagnostics(
         rollouts=rollouts,
@@ -97,7 +108,9 @@ def diagnose(
         equal_groups=len(first) - informative - singleton,
         singleton_groups=singleton,
         expected_informative_share=_expected_informative(returns_N, sizes),
-        anchor_coverage=_coverage(group_ids_S, anchor_ids_S),
+        anchor_coverage=_share(sizes_S >= 2),
+        anchor_coverage_exact=None if exact_S is None else _share(exact_S >= 2),
+        anchors_from_similarity=None if exact_S is None else _share(sizes_S > exact_S),
         reward_mean=float(means.mean()) if len(first) else None,
         reward_std=float(returns_N.std()) if len(first) else None,
         reward_std_in_groups=float(stds.mean()) if len(first) else None,
@@ -113,10 +126,11 @@ def _expected_informative(returns_N: Floats, sizes: Ints) -> float | None:
     return float((1.0 - p**sizes - (1.0 - p) ** sizes).mean())
 
 
-def _coverage(group_ids_S: Ints, anchor_ids_S: Ints) -> float | None:
-    if not len(anchor_ids_S):
-        return None
-    pairs = np.stack([group_ids_S, anchor_ids_S], axis=1)
-    _, pool_S, sizes = np.unique(pairs, axis=0, return_inverse=True, return_counts=True)
-    is_covered_S = (sizes[pool_S.reshape(-1)] >= 2) & (anchor_ids_S != NO_ANCHOR)
-    return float(is_covered_S.mean())
+def _pool_sizes(group_ids_S: Ints, anchor_ids_S: Ints) -> Ints:
+    """Members of each step's pool; 0 where the state is not known."""
+    pool_S = pool_ids(group_ids_S, anchor_ids_S)
+    return np.where(anchor_ids_S == NO_ANCHOR, 0, np.bincount(pool_S)[pool_S])
+
+
+def _share(is_so_S: NDArray[np.bool_]) -> float | None:
+    return float(is_so_S.mean()) if len(is_so_S) else None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from spangrad.credit.evidence import evidence_weights
 from spangrad.credit.gigpo import NO_ANCHOR, gigpo_as_published, pool_ids, step_advantages
 from spangrad.credit.groups import Floats, Ints
 from spangrad.credit.grpo import group_advantages
@@ -46,6 +47,8 @@ class Batch:
     """0, 1, 2, ... in its rollout."""
     anchor_ids_S: Ints
     """State that the step began in; `NO_ANCHOR`: not known."""
+    exact_anchor_ids_S: Ints
+    """The same where only equal observations are one state."""
 
     @property
     def group_ids_S(self) -> Ints:
@@ -93,7 +96,7 @@ def _tokens(batch: Batch) -> Ints:
 
 
 def _gigpo(batch: Batch, config: "CreditConfig") -> Floats:
-    return step_advantages(
+    advantages_S = step_advantages(
         batch.step_returns_S,
         batch.group_ids_S,
         batch.anchor_ids_S,
@@ -101,9 +104,14 @@ def _gigpo(batch: Batch, config: "CreditConfig") -> Floats:
         ddof=config.ddof,
         eps=config.eps,
     )
+    if not config.evidence_prior:
+        return advantages_S
+    return advantages_S * evidence_weights(
+        _by_anchor(batch), batch.rollout_index_S, prior=config.evidence_prior
+    )
 
 
-def _hgpo(estimate: Callable[..., Floats]) -> Callable[[Batch, "CreditConfig"], Floats]:
+def _hgpo(estimate: Callable[..., Floats], *passed_on: str) -> Callable[[Batch, "CreditConfig"], Floats]:
     def apply(batch: Batch, config: "CreditConfig") -> Floats:
         return estimate(
             batch.step_returns_S,
@@ -113,6 +121,7 @@ def _hgpo(estimate: Callable[..., Floats]) -> Callable[[Batch, "CreditConfig"], 
             history=config.history,
             alpha=config.history_weight,
             eps=config.eps,
+            **{name: getattr(config, name) for name in passed_on},
         )
 
     return apply
@@ -160,9 +169,13 @@ EPISODE_TERMS: Final[Mapping[str, EpisodeTerm]] = {
     ),
 }
 
+_ANCHORS: Final = frozenset({"anchors", "similarity", "evidence_prior"})
+
 STEP_TERMS: Final[Mapping[str, StepTerm]] = {
-    "gigpo": StepTerm(_gigpo, _by_anchor, frozenset({"scale_by_std", "ddof", "eps"})),
-    "hgpo": StepTerm(_hgpo(hgpo), _by_anchor, frozenset({"history", "history_weight", "eps"})),
+    "gigpo": StepTerm(_gigpo, _by_anchor, _ANCHORS | {"scale_by_std", "ddof", "eps"}),
+    "hgpo": StepTerm(
+        _hgpo(hgpo, "evidence_prior"), _by_anchor, _ANCHORS | {"history", "history_weight", "eps"}
+    ),
     "hgpo_as_published": StepTerm(
         _hgpo(hgpo_as_published), _by_anchor, frozenset({"history", "history_weight", "eps"})
     ),

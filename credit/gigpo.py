@@ -139,5 +139,11 @@ def pool_ids(group_ids_S: Ints, anchor_ids_S: Ints) -> Ints:
     """One label for every pair of group and anchor."""
     if not len(group_ids_S):
         return group_ids_S
-    pairs = np.stack([group_ids_S, anchor_ids_S], axis=1)
-    return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    groups_S, anchors_S = _from_zero(group_ids_S), _from_zero(anchor_ids_S)
+    return np.unique(groups_S * (anchors_S.max() + 1) + anchors_S, return_inverse=True)[1].astype(np.int64)
+
+
+def _from_zero(ids_S: Ints) -> Ints:
+    """Numbers from 0 in the same order, small enough to be multiplied with each other."""
+    low, high = int(ids_S.min()), int(ids_S.max())
+    return ids_S - low if high - low < 1 << 31 else np.unique(ids_S, return_inverse=True)[1].astype(np.int64)

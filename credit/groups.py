@@ -47,7 +47,7 @@ def pool_statistics(values_X: Floats, labels_X: Ints, *, ddof: int) -> PoolStati
     if not np.isfinite(values_X).all():
         where = int(np.flatnonzero(~np.isfinite(values_X))[0])
         raise CreditError(f"value {where} is {float(values_X[where])!r}; expected a finite number")
-    _, first, pool_X = np.unique(labels_X, return_index=True, return_inverse=True)
+    first, pool_X = _pools(labels_X)
     counts = np.bincount(pool_X, minlength=len(first))
     # Around the pool's first member, so that equal numbers give exact zeros.
     offset_X = values_X - values_X[first][pool_X]
@@ -58,6 +58,17 @@ def pool_statistics(values_X: Floats, labels_X: Ints, *, ddof: int) -> PoolStati
     std = np.sqrt(np.divide(sums, free, out=np.zeros(len(first)), where=free > 0))
     mean = values_X[first] + mean_offset
     return PoolStatistics(mean[pool_X], std[pool_X], counts[pool_X])
+
+
+def _pools(labels_X: Ints) -> tuple[Ints, Ints]:
+    """First member of each pool and pool of each label; without sorting where labels count from about 0."""
+    size = len(labels_X)
+    if size and labels_X.min() >= 0 and labels_X.max() < 2 * size:
+        first = np.full(int(labels_X.max()) + 1, size - 1)
+        np.minimum.at(first, labels_X, np.arange(size))
+        return first, labels_X
+    _, first, pool_X = np.unique(labels_X, return_index=True, return_inverse=True)
+    return first, pool_X
 
 
 def centred(

@@ -5,6 +5,7 @@ Shape letters: S steps of all rollouts, in order inside each rollout.
 
 import numpy as np
 
+from spangrad.credit.evidence import evidence_weights
 from spangrad.credit.gigpo import NO_ANCHOR, pool_ids, step_advantages
 from spangrad.credit.groups import Floats, Ints
 from spangrad.errors import CreditError
@@ -19,6 +20,7 @@ def hgpo(
     history: int = 2,
     alpha: float = 1.0,
     eps: float = 1e-6,
+    evidence_prior: float = 0.0,
 ) -> Floats:
     """Mix step advantages of pools that agree in the last 1, 2, ..., history + 1 states.
 
@@ -38,16 +40,18 @@ def hgpo(
         history: K, how many earlier states are looked at beyond the present one; 0 is the step term of GiGPO.
         alpha: How much more a longer shared history counts; 0 or more.
         eps: Added to standard deviations (population).
+        evidence_prior: Shrinks each A_k as in `evidence_weights`; 0: not at all.
 
     Returns:
         Advantages, shape (S,), float64.
 
     Raises:
-        CreditError: Shapes differ, a return is not finite, or history or alpha is negative.
+        CreditError: Shapes differ, a return is not finite, or history, alpha or the prior is negative.
 
     A step without an anchor, or with one among the states looked at, has no pool for that k.
     """
-    return _mixed(step_returns_S, group_ids_S, rollout_index_S, anchor_ids_S, history, alpha, eps, False)
+    steps = (step_returns_S, group_ids_S, rollout_index_S, anchor_ids_S)
+    return _mixed(*steps, history, alpha, eps, evidence_prior, only_non_zero=False)
 
 
 def hgpo_as_published(
@@ -64,7 +68,8 @@ def hgpo_as_published(
 
     Differs from the paper: the mix is biased away from 0. Arguments, result and errors as in `hgpo`.
     """
-    return _mixed(step_returns_S, group_ids_S, rollout_index_S, anchor_ids_S, history, alpha, eps, True)
+    steps = (step_returns_S, group_ids_S, rollout_index_S, anchor_ids_S)
+    return _mixed(*steps, history, alpha, eps, 0.0, only_non_zero=True)
 
 
 def _mixed(
@@ -75,6 +80,8 @@ def _mixed(
     history: int,
     alpha: float,
     eps: float,
+    evidence_prior: float,
+    *,
     only_non_zero: bool,
 ) -> Floats:
     shapes = (step_returns_S.shape, group_ids_S.shape, rollout_index_S.shape, anchor_ids_S.shape)
@@ -87,13 +94,12 @@ def _mixed(
     states_S = anchor_ids_S
     for k in range(1, history + 2):
         advantages_S = step_advantages(step_returns_S, group_ids_S, states_S, eps=eps)
+        pools_S = pool_ids(group_ids_S, states_S)
         if only_non_zero:
             takes_part_S = advantages_S != 0
         else:
-            _, pool_S, sizes = np.unique(
-                pool_ids(group_ids_S, states_S), return_inverse=True, return_counts=True
-            )
-            takes_part_S = (sizes[pool_S] > 1) & (states_S != NO_ANCHOR)
+            takes_part_S = (np.bincount(pools_S)[pools_S] > 1) & (states_S != NO_ANCHOR)
+        advantages_S = advantages_S * evidence_weights(pools_S, rollout_index_S, prior=evidence_prior)
         weight = float(k + 1) ** alpha
         weighted_S += np.where(takes_part_S, weight * advantages_S, 0.0)
         weights_S += np.where(takes_part_S, weight, 0.0)

@@ -112,7 +112,7 @@ def credited_rows(
         calls = calls_by_rollout[rollout.rollout_id]
         mine = given.get(rollout.rollout_id, ())
         rewards = rewards_of(rollout, mine, calls, authors=authors, weights=reward_weights)
-        trajectories.append(_trajectory(rollout, calls, rewards))
+        trajectories.append(_trajectory(rollout, calls, rewards, config))
     advantages, diagnostics = _credit(trajectories, config)
     rows: list[Transition] = []
     notes: Counter[str] = Counter()
@@ -198,13 +198,16 @@ def _ended(rollouts: Sequence[Rollout], refused: list[Refused]) -> list[Rollout]
     return ended
 
 
-def _trajectory(rollout: Rollout, calls: Sequence[ModelCall], rewards: RolloutRewards) -> Trajectory:
+def _trajectory(
+    rollout: Rollout, calls: Sequence[ModelCall], rewards: RolloutRewards, config: CreditConfig | None
+) -> Trajectory:
     return trajectory_of(
         calls,
         rewards.outcome,
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id,
         step_rewards=rewards.steps,
+        with_observations=config is not None and config.anchors == "similar",
     )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from spangrad.adapters.call_tree import CallNode, CallTree, in_order
 from spangrad.adapters.grading import MISSING_LOGPROB, at_least, reason_kind, worst
 from spangrad.adapters.model_call import Grade, ModelCall, Purpose
-from spangrad.credit.anchors import anchor_of
+from spangrad.credit.anchors import anchor_of, observation_of
 from spangrad.credit.transition import CallSegment, Transition
 from spangrad.credit.types import Step, Trajectory
 from spangrad.errors import ConfigError, GradeError
@@ -92,6 +92,7 @@ def trajectory_of(
     rollout_id: str | None = None,
     group_id: str | None = None,
     step_rewards: Mapping[str, float] | None = None,
+    with_observations: bool = False,
 ) -> Trajectory:
     """The steps of one rollout: its calls by the trained policy that came to an end, in order.
 
@@ -101,6 +102,7 @@ def trajectory_of(
         rollout_id: Needed only where no call names it.
         group_id: Rollouts that it is compared with.
         step_rewards: call_id -> reward of that step.
+        with_observations: Whether steps know what the policy saw, for anchors by similarity.
     """
     given = step_rewards or {}
     steps = [
@@ -110,6 +112,7 @@ def trajectory_of(
             anchor=anchor_of(call),
             reward=given.get(call.call_id),
             tokens=_sampled_tokens(call),
+            observation=observation_of(call) if with_observations else None,
         )
         for index, call in enumerate(in_order(calls))
         if untrained_because(call) is None and call.grade is not Grade.UNUSABLE

@@ -17,6 +17,8 @@ class Step:
     """Given for this step alone, on top of the rollout's; None: nothing was given."""
     tokens: int | None = None
     """Tokens that were sampled in it; None: not known."""
+    observation: str | None = None
+    """Text that the policy saw, where nearly equal ones are one state; None: only an equal anchor is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ def trajectory(
 ) -> Trajectory:
     given_rewards: list[float | None] = rewards or [None] * len(anchors)
     steps = [
-        Step(f"{name}-{t}", t, anchor=None if a == "-" else a, reward=r, tokens=tokens)
+        Step(f"{name}-{t}", t, None if a == "-" else a, r, tokens, SEEN.get({"b": "u", "c": "v"}.get(a, a)))
         for t, (a, r) in enumerate(zip(anchors, given_rewards, strict=True))
     ]
     return Trajectory(name, group, reward, steps)
@@ -138,6 +138,8 @@ def test_a_reward_that_is_not_finite_is_an_error_that_names_the_rollout():
         {"episode": "grpp"},
         {"step": "gigp"},
         {"step": "hgpo", "history": -1},
+        {"step": "gigpo", "anchors": "fuzzy"},
+        {"step": "gigpo", "anchors": "similar", "similarity": 1.5},
     ],
 )
 def test_a_config_out_of_range_is_an_error(wrong):
@@ -158,6 +160,7 @@ configs = st.sampled_from(
         CreditConfig(step="gigpo"),
         CreditConfig(episode="none", step="gigpo", scale_by_std=False),
         CreditConfig(episode="maxrl", step="hgpo"),
+        CreditConfig(step="gigpo", anchors="similar", similarity=0.5),
         CreditConfig(episode="reinforce_pp_baseline", step="leave_one_out_to_go"),
     ]
 )
@@ -234,6 +237,7 @@ TERMS: list[dict[str, Any]] = [
         if (episode, step) != ("none", "none")
     ),
     {"episode": "grpo", "step": AS_PUBLISHED},
+    *({"episode": "grpo", "step": step, "anchors": "similar"} for step in ("gigpo", "hgpo")),
 ]
 CHANGED: dict[str, Any] = {
     "step_weight": 0.25,
@@ -244,9 +248,20 @@ CHANGED: dict[str, Any] = {
     "singleton": "raw",
     "history": 0,
     "history_weight": 3.0,
+    "anchors": "similar",
+    "similarity": 0.5,
+    "evidence_prior": 1.0,
 }
+LONG = "You are in a room with a door to the north, a lamp, a rusty key and a letter on the table."
+SEEN = {"u": f"{LONG} It is 10:01.", "v": f"{LONG} It is 10:02.", "s": f"{LONG[:60]} {'Nothing. ' * 4}"}
+"""u and v are similar, s has half of its text in common with them."""
 RICH = [
-    Trajectory(name, group, reward, [Step(f"{name}{t}", t, a, r, n) for t, (a, r, n) in enumerate(steps)])
+    Trajectory(
+        name,
+        group,
+        reward,
+        [Step(f"{name}{t}", t, a, r, n, SEEN.get(a, a)) for t, (a, r, n) in enumerate(steps)],
+    )
     for name, group, reward, steps in (
         ("a", "g", 1.0, [("s", 0.0, 3), ("t", 0.5, 1), ("u", 0.0, 2)]),
         ("b", "g", 0.0, [("s", 0.0, 1), ("t", 0.0, 9)]),
@@ -270,7 +285,8 @@ def test_every_setting_is_walked():
 def test_every_setting_changes_something_or_is_refused(terms):
     config = CreditConfig(**terms)
     before = assign(RICH, config).advantages
-    for name, value in CHANGED.items():
+    for name, changed in CHANGED.items():
+        value: Any = changed if changed != terms.get(name) else getattr(CreditConfig(), name)
         if name not in config.settings_used():
             with pytest.raises(ConfigError, match=f"^{name} = .* has no effect with episode"):
                 replace(config, **{name: value})

@@ -127,6 +127,8 @@ OUT_OF_RANGE = [
     (CreditConfig, "eps", float("nan"), "0 or more"),
     (CreditConfig, "history", -1, "0 or more"),
     (CreditConfig, "history_weight", -1.0, "0 or more"),
+    (CreditConfig, "similarity", 0.4, "0.5 to 1"),
+    (CreditConfig, "evidence_prior", -1.0, "0 or more"),
     (LearnerConfig, "dtype", "float16", "one of float32, bfloat16"),
     (LearnerConfig, "device", "gpu", "cpu, cuda or cuda:N"),
     (LearnerConfig, "lr", -1.0, "more than 0"),
