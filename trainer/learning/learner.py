@@ -133,7 +133,7 @@ class Learner:
 
     def _select(self, rows: Sequence[Transition], *, objective: str) -> Selection:
         config = self.config
-        needs_all = config.entropy_coef > 0 or config.kl_coef > 0
+        needs_all = max(config.entropy_coef, config.kl_coef, config.log_ratio_coef) > 0
         selection = select_rows(rows, objective=objective, needs_all_tokens=needs_all)
         check_vocabulary(selection.rows, size=self._vocabulary, model=config.model_path)
         return selection

@@ -6,9 +6,10 @@ Knows: the ranges of its settings. Does not know: torch.
 import math
 import re
 from dataclasses import dataclass, fields
+from typing import get_args
 
 from spangrad.errors import ConfigError
-from spangrad.trainer.learning.objectives import OBJECTIVES
+from spangrad.trainer.learning.objectives import OBJECTIVES, KlEstimator, SequenceUnit
 
 DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("cosine", "linear", "constant")
@@ -39,15 +40,29 @@ class LearnerConfig:
     objective: str = "ppo"
     """Loss of `update`: a name in `objectives.OBJECTIVES`; `trainer/README.md` has the table."""
     clip_low: float | None = None
-    """Lower clip distance, in (0, 1); None: the objective's own."""
+    """Bound on the lower side, above 0 and below 1 (`cispo`: or 1, no bound); None: the objective's own. It
+    is of the ratio's distance from 1, of the probability's move (`dppo_tv`) or its divergence (`dppo_kl`)."""
     clip_high: float | None = None
-    """Upper clip distance, above 0; None: the objective's own."""
+    """Bound on the upper side, above 0; None: the objective's own."""
     dual_clip: float | None = 3.0
-    """Largest loss per unit of negative advantage, above 1; None switches it off."""
+    """`ppo`: largest loss per unit of negative advantage, above 1; None switches it off."""
+    sequence: SequenceUnit = "call"
+    """What has one ratio in `gspo` and `gspo_token`: the tokens that one model `call` sampled, so that it is
+    the same however a rollout is cut into rows; or the trained tokens of a `row`, of any number of calls."""
+    tau_positive: float = 1.0
+    """`sapo`: how fast the gate closes on good tokens; above 0."""
+    tau_negative: float = 1.05
+    """`sapo`: how fast the gate closes on bad tokens; above 0."""
+    max_ratio: float = 20.0
+    """`dppo_tv`, `dppo_kl`: cap of the importance weight; above 1."""
+    log_ratio_coef: float = 0.0
+    """Weight of the squared log-ratio to the policy that sampled; 0 or more."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; 0 or more."""
     kl_coef: float = 0.0
-    """Weight of the k2 penalty that holds the policy to its start; 0 or more."""
+    """Weight of the penalty that holds the policy to its start; 0 or more."""
+    kl_estimator: KlEstimator = "k2"
+    """Form of that penalty; `k3_unbiased` needs an objective with a ratio. See `losses.kl_penalty`."""
     epochs_per_update: int = 1
     """Passes over the rows of one update; 1 or more."""
     minibatches_per_update: int = 1
@@ -82,9 +97,27 @@ class LearnerConfig:
             ("max_grad_norm", self.max_grad_norm > 0, "more than 0"),
             ("warmup_updates", self.warmup_updates >= 0, "0 or more"),
             ("decay_updates", self.decay_updates >= 0, "0 or more"),
-            ("clip_low", self.clip_low is None or 0 < self.clip_low < 1, "more than 0 and less than 1"),
+            (
+                "clip_low",
+                self.clip_low is None or 0 < self.clip_low < 1 or (clip and self.clip_low == clip[0]),
+                "more than 0 and less than 1",
+            ),
             ("clip_high", self.clip_high is None or self.clip_high > 0, "more than 0"),
             ("dual_clip", self.dual_clip is None or self.dual_clip > 1, "more than 1"),
+            (
+                "sequence",
+                self.sequence in get_args(SequenceUnit),
+                f"one of {', '.join(get_args(SequenceUnit))}",
+            ),
+            ("tau_positive", self.tau_positive > 0, "more than 0"),
+            ("tau_negative", self.tau_negative > 0, "more than 0"),
+            ("max_ratio", self.max_ratio > 1, "more than 1"),
+            ("log_ratio_coef", self.log_ratio_coef >= 0, "0 or more"),
+            (
+                "kl_estimator",
+                self.kl_estimator in get_args(KlEstimator),
+                f"one of {', '.join(get_args(KlEstimator))}",
+            ),
             ("entropy_coef", self.entropy_coef >= 0, "0 or more"),
             ("kl_coef", self.kl_coef >= 0, "0 or more"),
             ("epochs_per_update", self.epochs_per_update >= 1, "1 or more"),
@@ -105,11 +138,14 @@ class LearnerConfig:
     def settings_unused(self) -> dict[str, str]:
         """Settings that change nothing, and why."""
         objective = OBJECTIVES[self.objective]
-        by_objective = frozenset().union(*(one.settings for one in OBJECTIVES.values()))
-        unused = by_objective - objective.settings
-        if objective.clip is None:
-            unused |= {"clip_low", "clip_high"}
+        unused = frozenset().union(*(one.names for one in OBJECTIVES.values())) - objective.names
+        if not objective.uses_ratio:
+            unused |= {"log_ratio_coef"}
         because = {name: f"with objective {self.objective!r}" for name in unused}
+        if self.kl_coef == 0:
+            because["kl_estimator"] = "with kl_coef 0"
+        elif self.kl_estimator == "k3_unbiased" and not objective.uses_ratio:
+            because["kl_estimator"] = f"with objective {self.objective!r}, which has no ratio to weigh it by"
         if self.kl_coef > 0:
             because["kl_monitor_rows"] = "with a kl_coef above 0, which compares every row"
         elif not objective.uses_ratio:

@@ -6,8 +6,8 @@ Shape letters: B rows, T positions, M trained tokens of a batch.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -16,50 +16,22 @@ from spangrad.trainer.learning import losses
 from spangrad.trainer.learning.learner_config import LearnerConfig
 from spangrad.trainer.learning.model import TargetStats
 from spangrad.trainer.learning.monitors import Totals
+from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.learning.packing import Batch
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tokens:
-    """The trained tokens of a microbatch, flat, in mask order."""
-
-    policy_M: Tensor
-    """Log-probability under the weights being trained, nats, with gradient."""
-    behavior_M: Tensor
-    """Of the distribution that was sampled, nats; NaN where not known."""
-    advantages_M: Tensor
-    mask_M: Tensor
-    """True everywhere."""
-    weights_M: Tensor
-
-
-Loss = Callable[[Tokens, LearnerConfig], tuple[Tensor, dict[str, Tensor]]]
-"""-> the scalar loss, and means over tokens to report as `policy/*` (`ratio_max`: a maximum)."""
-
-
-def _ppo(tokens: Tokens, config: LearnerConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    return losses.ppo_clip_loss(
-        tokens.policy_M,
-        tokens.behavior_M,
-        tokens.advantages_M,
-        tokens.mask_M,
-        tokens.weights_M,
-        **_bounds(config),
-        dual_clip=config.dual_clip,
-    )
-
-
-def _bc(tokens: Tokens, config: LearnerConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    return losses.bc_loss(tokens.policy_M, tokens.mask_M, tokens.weights_M), {}
-
-
-def _bounds(config: LearnerConfig) -> dict[str, float]:
-    assert config.clip_low is not None and config.clip_high is not None  # filled in when it was made
-    return {"clip_low": config.clip_low, "clip_high": config.clip_high}
-
-
-LOSSES: Final[Mapping[str, Loss]] = {"ppo": _ppo, "bc": _bc}
-"""One for every name in `objectives.OBJECTIVES`."""
+RATIO_LOSSES: Final[Mapping[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]]] = {
+    "ppo": losses.ppo_clip_loss,
+    "dapo": partial(losses.ppo_clip_loss, dual_clip=None),
+    "gspo": losses.gspo_loss,
+    "gspo_token": partial(losses.gspo_loss, by_token=True),
+    "cispo": losses.cispo_loss,
+    "sapo": losses.sapo_loss,
+    "dppo_tv": losses.dppo_loss,
+    "dppo_kl": partial(losses.dppo_loss, by_kl=True),
+    "importance_sampling": losses.importance_sampling_loss,
+}
+"""The objectives that have a ratio. Called with what `objectives.OBJECTIVES` says that they use, by name;
+they give the loss and means over tokens to report as `policy/*` (`ratio_max`: a maximum)."""
 
 
 def batch_loss(
@@ -75,29 +47,48 @@ def batch_loss(
         totals: Takes `loss/*` and `policy/*`.
     """
     mask_BT = batch.target_mask_BT
-    tokens = Tokens(
-        policy_M=stats.logprobs_M,
-        behavior_M=batch.behavior_logprobs_BT[mask_BT],
-        advantages_M=batch.advantages_BT[mask_BT],
-        mask_M=mask_BT[mask_BT],
-        weights_M=batch.weights_BT[mask_BT],
-    )
-    mask_M, weights_M = tokens.mask_M, tokens.weights_M
-    part = "loss/policy" if config.uses_ratio else f"loss/{config.objective}"
-    loss, monitors = LOSSES[config.objective](tokens, config)
-    parts: dict[str, Tensor] = {part: loss}
-    if "ratio_max" in monitors:
+    policy_M, behavior_M = stats.logprobs_M, batch.behavior_logprobs_BT[mask_BT]
+    mask_M, weights_M = mask_BT[mask_BT], batch.weights_BT[mask_BT]
+    parts: dict[str, Tensor] = {}
+    if config.uses_ratio:
+        parts["loss/policy"], monitors = RATIO_LOSSES[config.objective](
+            policy_M, behavior_M, batch.advantages_BT[mask_BT], mask_M, weights_M, **_settings(config, batch)
+        )
         totals.maximum("policy/ratio_max", monitors.pop("ratio_max"))
-    for name, value in monitors.items():
-        totals.add_mean(f"policy/{name}", value, mask_M.numel())
+        for name, value in monitors.items():
+            totals.add_mean(f"policy/{name}", value, mask_M.numel())
+    else:
+        parts["loss/bc"] = losses.bc_loss(policy_M, mask_M, weights_M)
     if config.entropy_coef > 0 and stats.entropy_M is not None:
         parts["loss/entropy"] = losses.entropy_bonus(stats.entropy_M, mask_M, weights_M, config.entropy_coef)
+    if config.log_ratio_coef > 0:
+        parts["loss/log_ratio"] = losses.log_ratio_penalty(
+            policy_M, behavior_M, mask_M, weights_M, config.log_ratio_coef
+        )
     if config.kl_coef > 0 and reference_M is not None:
-        parts["loss/kl"] = losses.kl_penalty(stats.logprobs_M, reference_M, mask_M, weights_M, config.kl_coef)
+        parts["loss/kl"] = losses.kl_penalty(
+            policy_M,
+            reference_M,
+            mask_M,
+            weights_M,
+            config.kl_coef,
+            estimator=config.kl_estimator,
+            behavior_logprobs_BT=behavior_M,
+        )
     loss = torch.stack(list(parts.values())).sum()
     for name, value in (parts | {"loss/total": loss}).items():
         totals.add_sum(name, value.detach())
     return loss
+
+
+def _settings(config: LearnerConfig, batch: Batch) -> dict[str, Any]:
+    """What the objective's function takes beside the tokens."""
+    names = OBJECTIVES[config.objective].names
+    settings = {name: getattr(config, name) for name in names - {"sequence"}}
+    if "sequence" in names:
+        ids_BT = batch.call_ids_BT if config.sequence == "call" else batch.row_ids_BT
+        settings["sequence_ids_BT"] = ids_BT[batch.target_mask_BT]
+    return settings
 
 
 def monitor(

@@ -15,25 +15,35 @@ Invariants:
 * an empty mask is an error, never a division by a small number.
 """
 
+from spangrad.trainer.learning.losses.cispo import cispo_loss, importance_sampling_loss
 from spangrad.trainer.learning.losses.cloning import awr_loss, bc_loss
-from spangrad.trainer.learning.losses.divergence import kl_k3, kl_penalty
+from spangrad.trainer.learning.losses.divergence import kl_k3, kl_penalty, log_ratio_penalty
+from spangrad.trainer.learning.losses.dppo import dppo_loss
 from spangrad.trainer.learning.losses.entropy import entropy_bonus, token_entropy
+from spangrad.trainer.learning.losses.gspo import gspo_loss
 from spangrad.trainer.learning.losses.masking import MAX_LOG_RATIO, log_ratio, weighted_sum
 from spangrad.trainer.learning.losses.ppo import ppo_clip_loss
 from spangrad.trainer.learning.losses.preference import dpo_loss, kto_loss, kto_reference_point
+from spangrad.trainer.learning.losses.sapo import sapo_loss
 
 __all__ = [
     "MAX_LOG_RATIO",
     "awr_loss",
     "bc_loss",
+    "cispo_loss",
     "dpo_loss",
+    "dppo_loss",
     "entropy_bonus",
+    "gspo_loss",
+    "importance_sampling_loss",
     "kl_k3",
     "kl_penalty",
     "kto_loss",
     "kto_reference_point",
     "log_ratio",
+    "log_ratio_penalty",
     "ppo_clip_loss",
+    "sapo_loss",
     "token_entropy",
     "weighted_sum",
 ]

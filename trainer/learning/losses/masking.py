@@ -71,3 +71,36 @@ def log_ratio(policy_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT:
     """
     difference_BT = masked(policy_logprobs_BT - behavior_logprobs_BT, mask_BT)
     return difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def ratio_monitors(
+    log_ratio_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    is_low_BT: Tensor | None = None,
+    is_high_BT: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Detached scalars that every loss with a ratio reports.
+
+    Args:
+        log_ratio_BT: As `log_ratio` gives it.
+        mask_BT: True on trained tokens, somewhere.
+        is_low_BT: Where the lower bound held a token.
+        is_high_BT: Where the upper bound did.
+
+    Returns:
+        `kl_behavior` (mean k3 estimate of KL(mu, pi)), `ratio_mean`, `ratio_max`, and with bounds `clip_low`
+        and `clip_high`: the shares of trained tokens that they held.
+    """
+    with torch.no_grad():
+        log_ratio_BT = log_ratio_BT.detach()
+        ratio_BT = log_ratio_BT.exp()
+        monitors = {
+            "kl_behavior": masked_mean(ratio_BT - 1.0 - log_ratio_BT, mask_BT),
+            "ratio_mean": masked_mean(ratio_BT, mask_BT),
+            "ratio_max": masked(ratio_BT, mask_BT).max(),
+        }
+        for name, held_BT in (("clip_low", is_low_BT), ("clip_high", is_high_BT)):
+            if held_BT is not None:
+                monitors[name] = masked_mean(held_BT.to(ratio_BT.dtype), mask_BT)
+    return monitors

@@ -6,7 +6,7 @@ from torch import Tensor
 from spangrad.trainer.learning.losses.masking import (
     log_ratio,
     masked,
-    masked_mean,
+    ratio_monitors,
     require_tokens,
     weighted_sum,
 )
@@ -31,8 +31,8 @@ def ppo_clip_loss(
         L = sum_k m_k w_k l_k
 
     Source: PPO, arXiv:1707.06347; the upper bound of its own, DAPO, arXiv:2503.14476; dual
-    clip, arXiv:1912.09729. Differs: the ratio is taken to the behaviour policy (no proximal
-    policy of its own), so the clip also covers the engine-to-learner mismatch.
+    clip, arXiv:1912.09729. Differs: the learner takes the ratio to the behaviour policy unless
+    `learner.proximal` is on, so the clip also covers the engine-to-learner mismatch.
 
     Args:
         policy_logprobs_BT: Under the weights being trained, nats, with gradient.
@@ -63,14 +63,10 @@ def ppo_clip_loss(
         bounded_BT = torch.minimum(losses_BT, -dual_clip * advantages_BT)
         losses_BT = torch.where(advantages_BT < 0, bounded_BT, losses_BT)
     loss = weighted_sum(losses_BT, mask_BT, weights_BT)
-    with torch.no_grad():
-        is_low_BT = (ratio_BT < lower) & (advantages_BT < 0)
-        is_high_BT = (ratio_BT > upper) & (advantages_BT > 0)
-        monitors = {
-            "clip_low": masked_mean(is_low_BT.to(ratio_BT.dtype), mask_BT),
-            "clip_high": masked_mean(is_high_BT.to(ratio_BT.dtype), mask_BT),
-            "kl_behavior": masked_mean(ratio_BT - 1.0 - log_ratio_BT, mask_BT),
-            "ratio_mean": masked_mean(ratio_BT, mask_BT),
-            "ratio_max": masked(ratio_BT, mask_BT).max(),
-        }
+    monitors = ratio_monitors(
+        log_ratio_BT,
+        mask_BT,
+        is_low_BT=(ratio_BT < lower) & (advantages_BT < 0),
+        is_high_BT=(ratio_BT > upper) & (advantages_BT > 0),
+    )
     return loss, monitors
