@@ -23,6 +23,7 @@ from spangrad.trainer.learning.learner import Learner
 from spangrad.trainer.learning.learner_config import LearnerConfig, scheduled_lr
 from spangrad.trainer.learning.losses import bc_loss, ppo_clip_loss
 from spangrad.trainer.learning.model import target_stats
+from spangrad.trainer.learning.output_head import HeadForm
 from spangrad.trainer.learning.packing import pack, whole_groups
 
 
@@ -133,7 +134,7 @@ def test_cutting_a_step_into_microbatches_gives_the_same_gradient_in_float64():
     for limit in (1, 60, 10**6):
         model = double_model()
         for batch in pack(rows, max_tokens_per_batch=limit, pad_token_id=0):
-            stats = target_stats(model, batch, compute_dtype=torch.float32, separable_head=True)
+            stats = target_stats(model, batch, compute_dtype=torch.float32, head=HeadForm())
             mask = batch.target_mask_BT
             loss, _ = ppo_clip_loss(
                 stats.logprobs_M,
@@ -153,9 +154,9 @@ def test_the_selected_head_gives_the_gradient_of_full_logits():
     (batch,) = pack(rows_of(4), max_tokens_per_batch=10**6, pad_token_id=0)
     mask = batch.target_mask_BT
     gradients = []
-    for separable in (True, False):
+    for head in (HeadForm(), None):
         model = double_model()
-        stats = target_stats(model, batch, compute_dtype=torch.float32, separable_head=separable)
+        stats = target_stats(model, batch, compute_dtype=torch.float32, head=head)
         torch.autograd.backward(bc_loss(stats.logprobs_M, mask[mask], batch.weights_BT[mask]))
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert torch.allclose(gradients[0], gradients[1], rtol=1e-9, atol=1e-12)

@@ -32,7 +32,6 @@ from spangrad.trainer.learning.checkpoint import Checkpoint, load_checkpoint, sa
 from spangrad.trainer.learning.learner_config import LearnerConfig, scheduled_lr, update_lr
 from spangrad.trainer.learning.model import (
     TargetStats,
-    head_is_separable,
     load_model,
     load_weights,
     save_model_folder,
@@ -45,6 +44,7 @@ from spangrad.trainer.learning.model import (
 from spangrad.trainer.learning.monitors import Totals
 from spangrad.trainer.learning.objective import batch_loss, monitor
 from spangrad.trainer.learning.optimizer import load_optimizer, make_optimizer, optimizer_tensors
+from spangrad.trainer.learning.output_head import Entropy, head_form
 from spangrad.trainer.learning.packing import (
     Batch,
     Selection,
@@ -78,7 +78,7 @@ class Learner:
         self.model = load_model(config.model_path, device=self.device)
         needs_reference = config.uses_ratio or config.kl_coef > 0
         self._reference = copy.deepcopy(self.model).requires_grad_(False) if needs_reference else None
-        self._separable_head = head_is_separable(self.model)
+        self._head = head_form(self.model)
         self._optimizer = make_optimizer(self.model, config)
         self._vocabulary = vocabulary_size(self.model)
         pad = self.model.config.pad_token_id
@@ -168,7 +168,7 @@ class Learner:
                     reference_M = self._stats(reference, batch, use_temperature=use_temperature).logprobs_M
                 seconds["reference"] += time.perf_counter() - began
             began = time.perf_counter()
-            entropy = "grad" if config.entropy_coef > 0 else "value"
+            entropy: Entropy = "grad" if config.entropy_coef > 0 else "value" if is_first else "none"
             stats = self._stats(self.model, batch, use_temperature=use_temperature, entropy=entropy)
             loss = batch_loss(config, batch, stats, reference_M, totals)
             # Every step stands for the whole batch: its share of the sum is scaled up.
@@ -202,13 +202,13 @@ class Learner:
             yield batch.to(self.device)
 
     def _stats(
-        self, model: PreTrainedModel, batch: Batch, *, use_temperature: bool, entropy: str = "none"
+        self, model: PreTrainedModel, batch: Batch, *, use_temperature: bool, entropy: Entropy = "none"
     ) -> TargetStats:
         return target_stats(
             model,
             batch,
             compute_dtype=_DTYPES[self.config.dtype],
-            separable_head=self._separable_head,
+            head=self._head,
             use_temperature=use_temperature,
             entropy=entropy,
         )

@@ -4,7 +4,7 @@ Knows: model folders, safetensors, where logits are needed. Does not know: losse
 optimizers or rows.
 
 Shape letters: B rows, T positions, M targets (the True places of `target_mask_BT`, row by
-row), V vocabulary.
+row), H hidden, V vocabulary.
 
 Invariants:
 * a folder that can't be loaded completely is one `PolicyError`, never a half random model;
@@ -29,7 +29,13 @@ from transformers.utils import logging as transformers_logging
 
 from spangrad.errors import ConfigError, PolicyError
 from spangrad.trainer.learning.checkpoint import fsync_path
-from spangrad.trainer.learning.losses import token_entropy
+from spangrad.trainer.learning.output_head import (
+    Entropy,
+    HeadForm,
+    output_layer,
+    stats_of_logits,
+    stats_of_targets,
+)
 from spangrad.trainer.learning.packing import Batch
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -104,31 +110,9 @@ def load_model(folder: str | Path, *, device: torch.device) -> PreTrainedModel:
     return model
 
 
-def _output_layer(model: PreTrainedModel) -> torch.nn.Module:
-    layer: torch.nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return layer
-
-
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Number of token ids that the model has an embedding for."""
     return int(cast(torch.nn.Embedding, model.get_input_embeddings()).weight.shape[0])
-
-
-def head_is_separable(model: PreTrainedModel) -> bool:
-    """Whether logits are just the output embedding applied to the base model's hidden states.
-
-    True for most models; False where the model scales or caps its logits. Found by
-    comparing the two on a few tokens; a soft cap, which small logits would hide, by its setting.
-    """
-    text_config = model.config.get_text_config()
-    if getattr(text_config, "final_logit_softcapping", None) is not None:
-        return False
-    ids_BT = torch.arange(1, min(9, vocabulary_size(model)), device=model.device)[None]
-    with torch.no_grad():
-        full_BTV = model(input_ids=ids_BT, use_cache=False).logits
-        hidden = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
-        selected_BTV = _output_layer(model)(hidden)
-    return bool(torch.allclose(full_BTV, selected_BTV, rtol=1e-5, atol=1e-5))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,46 +130,47 @@ def target_stats(
     batch: Batch,
     *,
     compute_dtype: torch.dtype,
-    separable_head: bool,
+    head: HeadForm | None,
     use_temperature: bool = True,
-    entropy: str = "none",
+    entropy: Entropy = "none",
 ) -> TargetStats:
     """Log-probabilities (and entropies) at the trained positions of a batch.
 
-    The output layer runs on the M target positions alone: with a quarter of the tokens
-    trained it costs a quarter, and no (B, T, V) tensor exists.
+    The output layer runs on the M target positions alone, chunk by chunk: with a quarter of the tokens
+    trained it costs a quarter, and no (B, T, V) or (M, V) tensor exists.
 
     Args:
         model: A causal language model.
         batch: Rows, already on the model's device.
         compute_dtype: float32, or bfloat16 for autocast over float32 weights.
-        separable_head: What `head_is_separable` said; False falls back to all logits.
+        head: What `head_form` said; None: the model makes all its logits.
         use_temperature: Divide logits by the row's temperature; off for cloning.
         entropy: `none`, `value` (no gradient) or `grad`.
     """
     mask_BT = batch.target_mask_BT
+    targets_M = batch.target_ids_BT[mask_BT]
+    temperatures_M = batch.temperatures_BT[mask_BT] if use_temperature else None
+    if temperatures_M is not None and not bool((temperatures_M != 1.0).any()):
+        temperatures_M = None
     device_type = mask_BT.device.type
     with torch.autocast(device_type, dtype=torch.bfloat16, enabled=compute_dtype == torch.bfloat16):
-        if separable_head:
-            hidden = model.base_model(input_ids=batch.input_ids_BT, use_cache=False).last_hidden_state
-            logits_MV = _output_layer(model)(hidden[mask_BT])
-        else:
+        if head is None:
             logits_MV = model(input_ids=batch.input_ids_BT, use_cache=False).logits[mask_BT]
-    if logits_MV.dtype != torch.float64:
-        logits_MV = logits_MV.float()
-    if use_temperature:
-        temperatures_M = batch.temperatures_BT[mask_BT]
-        if bool((temperatures_M != 1.0).any()):
-            logits_MV = logits_MV / temperatures_M[:, None]
-    targets_M = batch.target_ids_BT[mask_BT]
-    logprobs_M = logits_MV.gather(-1, targets_M[:, None]).squeeze(-1) - logits_MV.logsumexp(-1)
-    entropy_M = None
-    if entropy == "grad":
-        entropy_M = token_entropy(logits_MV)
-    elif entropy == "value":
-        with torch.no_grad():
-            entropy_M = token_entropy(logits_MV)
-    return TargetStats(logprobs_M, entropy_M)
+        else:
+            hidden_BTH = model.base_model(input_ids=batch.input_ids_BT, use_cache=False).last_hidden_state
+    if head is None:
+        stats = stats_of_logits(logits_MV, targets_M, temperatures_M, entropy=entropy)
+    else:
+        stats = stats_of_targets(
+            hidden_BTH[mask_BT],
+            output_layer(model),
+            targets_M,
+            temperatures_M,
+            form=head,
+            compute_dtype=compute_dtype,
+            entropy=entropy,
+        )
+    return TargetStats(*stats)
 
 
 def weight_tensors(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
