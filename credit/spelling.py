@@ -1,0 +1,128 @@
+"""Estimators as one word: `grpo`, `grpo+gigpo`, `leave_one_out_to_go:gamma=1`.
+
+    TERM[+STEP_TERM][:setting=value]...
+
+Knows the names of terms and settings, and `CreditConfig`, which refuses what does not go together. A term
+alone is that term alone: `gigpo` is its step term, the method of the paper is `grpo+gigpo`.
+"""
+
+import difflib
+import tomllib
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, Final, cast
+
+from spangrad.credit.assign import CreditConfig, Episode, StepName
+from spangrad.errors import ConfigError
+
+NONE: Final = "none"
+EPISODES: Final[tuple[str, ...]] = tuple(name for name in typing.get_args(Episode) if name != NONE)
+STEPS: Final[tuple[str, ...]] = tuple(name for name in typing.get_args(StepName) if name != NONE)
+_SETTINGS: Final[Mapping[str, Any]] = {
+    field.name: field.default
+    for field in fields(CreditConfig)
+    if field.name not in ("episode", "step") and isinstance(field.default, bool | int | float | str)
+}
+"""Those of one word, with their defaults."""
+
+
+def parsed(text: str, base: Mapping[str, Any] | None = None) -> CreditConfig:
+    """The config that a spelling means.
+
+    Args:
+        text: `episode`, `step` or `episode+step`, then settings.
+        base: Settings to begin with; those that the named terms do not use are left out.
+
+    Raises:
+        ConfigError: A term or setting is unknown (names the nearest), or they do not go together.
+    """
+    terms, *settings = text.strip().split(":")
+    episode, step = _terms(terms.strip(), text)
+    own = dict(_setting(setting, text) for setting in settings)
+    try:
+        used = CreditConfig(episode=episode, step=step).settings_used()
+        inherited = {name: value for name, value in (base or {}).items() if name in used}
+        return CreditConfig(**inherited | own | {"episode": episode, "step": step})
+    except ConfigError as error:
+        raise ConfigError(f"estimator {text!r}: {error}") from None
+
+
+def spelled(config: CreditConfig) -> str:
+    """The shortest spelling of a config, which `parsed` gives back, but for settings that are tables."""
+    names: list[str] = [name for name in (config.episode, config.step) if name != NONE]
+    if is_both(config.step):
+        names = [config.step]
+    changed = [
+        f":{name}={_toml(getattr(config, name))}"
+        for name, default in _SETTINGS.items()
+        if getattr(config, name) != default
+    ]
+    return "+".join(names) + "".join(changed)
+
+
+def is_both(step: str) -> bool:
+    """Whether a step term brings its own episode term along, as `gigpo_as_published` does."""
+    if step == NONE:
+        return False
+    try:
+        CreditConfig(episode="none", step=cast(StepName, step))
+    except ConfigError:
+        return True
+    return False
+
+
+def _terms(terms: str, text: str) -> tuple[Episode, StepName]:
+    first, plus, second = (part.strip() for part in terms.partition("+"))
+    if not plus and first in STEPS:
+        return ("grpo" if is_both(first) else "none"), cast(StepName, first)
+    for name, known in ((first, EPISODES), *([(second, STEPS)] if plus else [])):
+        if name not in known:
+            raise ConfigError(_unknown(name, known if plus else (*EPISODES, *STEPS), text))
+    return cast(Episode, first), cast(StepName, second if plus else NONE)
+
+
+def _unknown(name: str, known: Iterable[str], text: str) -> str:
+    known = tuple(known)
+    where = "" if name == text.strip() else f" in {text!r}"
+    if name in EPISODES and name not in known:
+        return f"estimator {text!r}: {name!r} compares whole rollouts, so it stands first: episode+step"
+    if name in STEPS and name not in known:
+        return f"estimator {text!r}: {name!r} compares steps, so it stands second: episode+step"
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"there is no estimator {name!r}{where}; known are {', '.join(known)}{hint}"
+
+
+def _setting(setting: str, text: str) -> tuple[str, Any]:
+    name, equals, value = (part.strip() for part in setting.partition("="))
+    if name not in _SETTINGS or not equals:
+        near = difflib.get_close_matches(name, _SETTINGS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"estimator {text!r}: {setting!r} is no setting; expected name=value with one of"
+            f" {', '.join(_SETTINGS)}{hint}"
+        )
+    default = _SETTINGS[name]
+    if isinstance(default, str):
+        return name, value
+    try:
+        found = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        found = value
+    kind = type(default)
+    if kind is float and isinstance(found, int) and not isinstance(found, bool):
+        found = float(found)
+    if type(found) is not kind:
+        raise ConfigError(f"estimator {text!r}: {name} is {value!r}, expected {kind.__name__}")
+    return name, found
+
+
+def _toml(value: Any) -> str:
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )

@@ -1,0 +1,122 @@
+"""The exact gradients are right, estimators keep what the page says of them, and the page is of today's."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.bench.exact.mdps import (
+    MDPS,
+    Mdp,
+    bandit,
+    chain,
+    expected_return,
+    risky_stop,
+    sample,
+    stop_or_continue,
+    true_gradient,
+    two_turns,
+)
+from tests.bench.exact.measure import Held, assigned, composable, composed, draw, hold, is_single, measure
+from tests.bench.exact.page import named_in, pairs, singles
+
+CREDIT = Path(__file__).resolve().parents[3] / "credit"
+GROUPS = 600
+GIGPO = "gigpo:scale_by_std=false"
+OURS = ("rloo", "leave_one_out_to_go", GIGPO)
+INDEXED = "per_turn_index"
+
+
+@pytest.mark.parametrize("make", MDPS)
+def test_true_gradient_is_the_slope_of_the_expected_return(make) -> None:
+    mdp: Mdp = make()
+    slope_XA = np.zeros_like(mdp.logits_XA)
+    for place in np.argwhere(np.isfinite(mdp.logits_XA)):
+        sides = []
+        for step in (1e-5, -1e-5):
+            logits_XA = mdp.logits_XA.copy()
+            logits_XA[tuple(place)] += step
+            sides.append(expected_return(replace(mdp, logits_XA=logits_XA)))
+        slope_XA[tuple(place)] = (sides[0] - sides[1]) / 2e-5
+    np.testing.assert_allclose(true_gradient(mdp), slope_XA, atol=1e-9)
+
+
+@pytest.mark.parametrize("make", MDPS)
+def test_rollouts_earn_the_expected_return(make) -> None:
+    mdp: Mdp = make()
+    returns_R = sample(mdp, 4000, 1, np.random.default_rng(0)).rewards_RT.sum(axis=1)
+    error = returns_R.std() / np.sqrt(len(returns_R))
+    assert abs(returns_R.mean() - expected_return(mdp)) <= 4 * error
+
+
+def test_hold_tells_factor_from_bias() -> None:
+    truth_D, aside_D = np.array([3.0, 4.0, 0.0]), np.array([-4.0, 3.0, 0.0])
+    noise_MD = np.random.default_rng(0).normal(size=(4000, 3))
+    exact = hold(truth_D + noise_MD, truth_D)
+    factor = hold(0.5 * truth_D + noise_MD, truth_D)
+    tilted = hold(truth_D + 0.1 * aside_D + noise_MD, truth_D)
+    against = hold(-truth_D + noise_MD, truth_D)
+    assert exact.is_exact and not exact.is_biased
+    assert not factor.is_exact and not factor.is_biased and factor.scale == pytest.approx(0.5, abs=0.02)
+    # |0.1 (-4, 3, 0)| = 0.5 beside a length of 5
+    assert tilted.is_biased and tilted.bias == pytest.approx(0.1, abs=0.02)
+    assert against.is_biased
+    # three independent normals beside a length of 5, and of 2.5
+    assert exact.noise == pytest.approx(3**0.5 / 5, rel=0.05)
+    assert factor.noise == pytest.approx(3**0.5 / 2.5, rel=0.05)
+
+
+def test_z_is_standard_where_nothing_is_biased() -> None:
+    rng = np.random.default_rng(0)
+    truth_D = np.array([1.0, 0.0, 0.0])
+    zs = [hold(truth_D + rng.normal(size=(200, 3)) * (1, 5, 1), truth_D).z_direction for _ in range(400)]
+    assert np.mean(zs) == pytest.approx(0, abs=0.2)
+    assert np.std(zs) == pytest.approx(1, abs=0.2)
+
+
+@pytest.fixture(scope="module")
+def held() -> dict[str, dict[str, Held | None]]:
+    problems = [make() for make in (stop_or_continue, risky_stop, chain, two_turns, bandit)]
+    return {mdp.name: measure(mdp, GROUPS, 0, (*OURS, INDEXED)) for mdp in problems}
+
+
+@pytest.mark.parametrize("problem", ["stop", "risky stop", "chain"])
+def test_normalising_per_turn_index_is_biased_where_an_action_ends_a_rollout(held, problem: str) -> None:
+    assert held[problem][INDEXED].is_biased
+
+
+@pytest.mark.parametrize("problem", ["two turns", "bandit"])
+def test_normalising_per_turn_index_is_not_biased_with_a_fixed_number_of_turns(held, problem: str) -> None:
+    assert not held[problem][INDEXED].is_biased
+
+
+@pytest.mark.parametrize("problem", ["stop", "risky stop", "chain", "two turns", "bandit"])
+@pytest.mark.parametrize("name", ["rloo", "leave_one_out_to_go"])
+def test_leaving_one_out_is_exact(held, problem: str, name: str) -> None:
+    assert held[problem][name].is_exact
+
+
+@pytest.mark.parametrize("problem", ["stop", "risky stop", "bandit"])
+def test_gigpo_is_not_biased_where_all_rollouts_pass_the_same_states(held, problem: str) -> None:
+    assert not held[problem][GIGPO].is_biased
+
+
+def test_leave_one_out_to_go_is_less_noisy_than_rloo_on_long_rollouts(held) -> None:
+    assert held["chain"]["leave_one_out_to_go"].noise < held["chain"]["rloo"].noise
+
+
+def test_terms_add_up_as_assign_composes_them() -> None:
+    data = draw(chain(), 10, seed=0)
+    configs = composable()
+    whole = {name: data.estimates(assigned(data, config)) for name, config in configs.items()}
+    alone = {name: found for name, found in whole.items() if is_single(configs[name])}
+    for name, config in configs.items():
+        np.testing.assert_allclose(composed(alone, config), whole[name], atol=1e-12, err_msg=name)
+
+
+def test_page_and_picture_are_of_the_estimators_that_there_are() -> None:
+    page, picture = (CREDIT / "EXACT.md").read_text(), (CREDIT / "exact.svg").read_text()
+    assert named_in(page) == [*singles(), *pairs()], "run `make exact`"
+    assert all(f">{name}</text>" in picture for name in singles()), "run `make exact`"
+    assert all(f"| {make().name} |" in page for make in MDPS), "run `make exact`"

@@ -1,0 +1,50 @@
+"""Estimators as one word."""
+
+import pytest
+
+from spangrad.credit.assign import CreditConfig
+from spangrad.credit.spelling import parsed, spelled
+from spangrad.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        ("grpo", CreditConfig()),
+        ("grpo+gigpo", CreditConfig(step="gigpo")),
+        ("gigpo", CreditConfig(episode="none", step="gigpo")),
+        ("gigpo_as_published", CreditConfig(step="gigpo_as_published")),
+        ("rloo+leave_one_out_to_go", CreditConfig(episode="rloo", step="leave_one_out_to_go")),
+        ("grpo:scale_by_std=false", CreditConfig(scale_by_std=False)),
+        ("grpo:singleton=raw:ddof=1", CreditConfig(singleton="raw", ddof=1)),
+        ("leave_one_out_to_go:gamma=1", CreditConfig("none", "leave_one_out_to_go", gamma=1.0)),
+    ],
+)
+def test_a_spelling_means_a_config(text: str, config: CreditConfig) -> None:
+    assert parsed(text) == config
+    assert parsed(spelled(config)) == config
+
+
+def test_settings_of_a_config_hold_for_the_terms_that_use_them() -> None:
+    base = {"gamma": 0.9, "eps": 1e-3}
+    assert parsed("rloo", base) == CreditConfig("rloo")
+    assert parsed("rloo+gigpo", base) == CreditConfig("rloo", "gigpo", gamma=0.9, eps=1e-3)
+    assert parsed("rloo+gigpo:gamma=1", base) == CreditConfig("rloo", "gigpo", gamma=1.0, eps=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("grop", "there is no estimator 'grop'; known are .*did you mean 'grpo'"),
+        ("grpo+gipgo", "no estimator 'gipgo' in 'grpo\\+gipgo'.*did you mean 'gigpo'"),
+        ("gigpo+grpo", "'gigpo' compares steps, so it stands second"),
+        ("grpo+rloo", "'rloo' compares whole rollouts, so it stands first"),
+        ("grpo:gama=1", "'gama=1' is no setting.*did you mean 'gamma'"),
+        ("grpo:gamma=1", "gamma = 1.0 has no effect"),
+        ("grpo:eps=much", "eps is 'much', expected float"),
+        ("", "there is no estimator ''"),
+    ],
+)
+def test_what_is_misspelt_names_the_nearest(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parsed(text)
