@@ -1,5 +1,6 @@
 """spangrad.credit: rewards -> advantages -> masked, weighted rows. See README.md in this folder."""
 
+from spangrad.credit.aggregation import weigh
 from spangrad.credit.assign import CreditConfig, CreditResult, assign
 from spangrad.credit.filters import overlong_penalty, top_p_by_spread, top_share_by_spread, with_spread
 from spangrad.credit.gae import gae_steps, gae_tokens
@@ -30,7 +31,6 @@ from spangrad.credit.transitions import (
     row_to_json,
     trajectory_of,
     transitions,
-    weigh,
 )
 from spangrad.credit.trees import edge_advantages, node_values, tree_grpo, treerl
 from spangrad.credit.turns import leave_one_out_to_go, mt_grpo, per_turn_index, turn_credit

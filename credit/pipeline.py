@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from spangrad.adapters.call_tree import build_tree
 from spangrad.adapters.calls import calls_of
 from spangrad.adapters.model_call import Grade, ModelCall, Purpose
+from spangrad.credit.aggregation import Aggregation, weigh
 from spangrad.credit.assign import CreditConfig, assign
 from spangrad.credit.pairs import Preferred
 from spangrad.credit.rendered import REWRITTEN, Render, count_rewritten, rendered, with_unknown_tools
@@ -20,13 +21,11 @@ from spangrad.credit.rewards import DEFAULT_AUTHORS, RolloutRewards, by_rollout,
 from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import (
     MISSING_REWARD,
-    Aggregation,
     Refused,
     require_grade,
     trajectory_of,
     transitions,
     untrained_because,
-    weigh,
 )
 from spangrad.credit.types import Trajectory
 from spangrad.errors import ConfigError

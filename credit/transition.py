@@ -5,9 +5,12 @@ Shape letters: T token positions of one row.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+Denominator = Literal["batch", "rollout", "row", "constant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +67,6 @@ class Transition:
     """Sampling temperature of its calls; the learner recomputes under the same."""
     judgements: Sequence[Judgement] = ()
     """What preference losses (DPO, KTO) compare; other losses do not read it."""
+    denominator: Denominator = "constant"
+    """Whose trained tokens `loss_weight` was divided by: one that a correction leaves out gives its weight to
+    the others."""

@@ -12,7 +12,7 @@ Shape letters: T token positions of a row.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -20,12 +20,12 @@ import numpy as np
 from spangrad.adapters.call_tree import CallNode, CallTree, in_order
 from spangrad.adapters.grading import MISSING_LOGPROB, at_least, reason_kind, worst
 from spangrad.adapters.model_call import Grade, ModelCall, Purpose
+from spangrad.credit.aggregation import weigh
 from spangrad.credit.anchors import anchor_of, observation_of
 from spangrad.credit.transition import CallSegment, Transition
 from spangrad.credit.types import Step, Trajectory
-from spangrad.errors import ConfigError, GradeError
+from spangrad.errors import GradeError
 
-Aggregation = Literal["rollout-token-mean", "token-mean", "constant"]
 MISSING_REWARD: Final = "reward is missing"
 """Why a call is refused whose rollout nobody scored."""
 
@@ -155,59 +155,6 @@ def transitions(
         for temperature, nodes in by_temperature.items():
             rows.append(_row(nodes, advantages, group_id, temperature))
     return weigh(rows)
-
-
-def weigh(
-    rows: Sequence[Transition],
-    aggregation: Aggregation = "rollout-token-mean",
-    *,
-    constant: float | None = None,
-    n_rollouts: int | None = None,
-) -> list[Transition]:
-    """Set `loss_weight` so that the loss is the sum over trained tokens of weight * token loss.
-
-        rollout-token-mean   1 / (N * Z_i), Z_i = trained tokens of rollout i in all its rows
-        token-mean           1 / sum_i Z_i
-        constant             1 / (N * constant)
-
-    Sources: per-rollout fairness, `credit/README.md`; DAPO, arXiv:2503.14476; Dr.GRPO, arXiv:2503.20783.
-
-    Args:
-        rows: All rows of the batch.
-        aggregation: What counts equally: rollouts, tokens, or tokens over a constant length.
-        constant: The constant, in tokens; from the config, never this batch's longest.
-        n_rollouts: N, where rollouts without a row count too; by default those that have rows.
-
-    Returns:
-        The same rows with new weights. A weight depends on the rollout, never on how it was cut into rows.
-
-    Raises:
-        ConfigError: The constant is missing or not above 0, or the aggregation is unknown.
-    """
-    if aggregation not in ("rollout-token-mean", "token-mean", "constant"):
-        raise ConfigError(
-            f"aggregation is {aggregation!r}; expected 'rollout-token-mean', 'token-mean' or 'constant'"
-        )
-    if aggregation == "constant" and not (constant is not None and constant > 0):
-        raise ConfigError(
-            f"aggregation 'constant' has constant {constant!r}; expected a number of tokens above 0"
-        )
-    tokens: dict[tuple[str, int], int] = {}
-    for row in rows:
-        key = (row.rollout_id, row.attempt)
-        tokens[key] = tokens.get(key, 0) + int(row.action_mask.sum())
-    count = n_rollouts if n_rollouts is not None else len(tokens)
-    total = sum(tokens.values())
-
-    def denominator(row: Transition) -> float:
-        if aggregation == "token-mean":
-            return float(total)
-        own = tokens[row.rollout_id, row.attempt] if aggregation == "rollout-token-mean" else constant
-        return count * float(own or 0)
-
-    return [
-        replace(row, loss_weight=1.0 / denominator(row) if row.action_mask.any() else 0.0) for row in rows
-    ]
 
 
 def informative(rows: Sequence[Transition]) -> list[Transition]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from spangrad.credit.aggregation import Aggregation
 from spangrad.credit.assign import CreditConfig
 from spangrad.errors import ConfigError
 from spangrad.trainer.learning.learner_config import LearnerConfig, require
@@ -134,9 +135,14 @@ class RolloutConfig:
     max_staleness: int = 0
     """Updates that a trained token may be older than the learner; a rollout with an older one is refused.
     0 or more."""
-    aggregation: Literal["rollout-token-mean", "token-mean"] = "token-mean"
+    aggregation: Aggregation = "token-mean"
     """`token-mean`: every trained token counts the same, so that what all members of a group share cancels
-    out. `rollout-token-mean`: every rollout counts the same, which favours the tokens of short ones."""
+    out. `rollout-token-mean`: every rollout counts the same, which favours the tokens of short ones.
+    `rollout-step-mean`: the same, but only rollouts of few calls are favoured, not short answers.
+    `row-token-mean`: every row counts the same, however many a rollout has. `constant`: rollouts are
+    divided by `aggregation_tokens`."""
+    aggregation_tokens: float | None = None
+    """The constant of aggregation `constant`, in tokens; above 0. It is of the config, never of the batch."""
     refills: int = 3
     """New sets of tasks tried when a whole batch says nothing (all rewards of every group equal); 0 or
     more."""
@@ -149,6 +155,13 @@ class RolloutConfig:
         require(self.group_size >= 2, "rollout.group_size", self.group_size, "2 or more")
         require(self.temperature > 0, "rollout.temperature", self.temperature, "more than 0")
         require(self.max_staleness >= 0, "rollout.max_staleness", self.max_staleness, "0 or more")
+        tokens = self.aggregation_tokens
+        require(tokens is None or tokens > 0, "rollout.aggregation_tokens", tokens, "more than 0")
+        if (self.aggregation == "constant") != (tokens is not None):
+            raise ConfigError(
+                f"rollout.aggregation is {self.aggregation!r} and rollout.aggregation_tokens {tokens!r}; "
+                "'constant' needs the number of tokens that rollouts are divided by, others have none"
+            )
         require(self.refills >= 0, "rollout.refills", self.refills, "0 or more")
 
 
@@ -322,14 +335,16 @@ def _value(hint: Any, value: Any, *, where: str) -> Any:
 
 def _apply(raw: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
-    section, dot, key = name.strip().partition(".")
-    if not equals or not dot:
+    *sections, key = name.strip().split(".")
+    if not equals or not sections:
         raise ConfigError(f"--set {override!r}: expected section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
-    table = raw.setdefault(section, {})
-    if not isinstance(table, dict):
-        raise ConfigError(f"--set {override!r}: {section!r} is not a table")
+    table: Any = raw
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override!r}: {section!r} is not a table")
     table[key] = value

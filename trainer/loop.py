@@ -183,6 +183,7 @@ class Run:
                 policy_version=self.policy_version,
                 max_staleness=config.max_staleness,
                 aggregation=config.aggregation,
+                constant=config.aggregation_tokens,
                 render=self._checked,
             )
             credit_s += time.monotonic() - credit_started

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from spangrad.adapters.call_tree import build_tree
 from spangrad.adapters.model_call import Grade, ModelCall, Purpose
+from spangrad.credit.aggregation import reweigh, weigh
 from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import (
     informative,
@@ -19,7 +20,6 @@ from spangrad.credit.transitions import (
     row_to_json,
     trajectory_of,
     transitions,
-    weigh,
 )
 from spangrad.errors import ConfigError, GradeError
 from tests.adapters.building import call
@@ -142,6 +142,47 @@ def test_aggregations_give_the_golden_numbers():
     assert loss(weigh(UNEQUAL, "token-mean")) == pytest.approx(-0.5)  # (2 - 6) / 8
     assert loss(weigh(UNEQUAL)) == pytest.approx(0.0)  # (2/2 - 6/6) / 2
     assert loss(weigh(UNEQUAL, "constant", constant=8)) == pytest.approx(-0.25)  # (2 - 6) / (2 * 8)
+
+
+def test_a_rollout_of_many_short_calls_weighs_as_one_of_few_long_calls_under_the_step_mean():
+    # Every call has 2 tokens: the weights are 1 / (2 * 1 * 2) and 1 / (2 * 3 * 2).
+    many = [call(name, [k], [9, 9], rollout_id="many", start_ns=k) for k, name in enumerate("abc", start=1)]
+    rows = weigh([*UNEQUAL[:1], *rows_of(many, dict.fromkeys("abc", 1.0))], "rollout-step-mean")
+    assert [row.loss_weight for row in rows] == pytest.approx([1 / 4, *[1 / 12] * 3])
+    # Calls of unlike length: (2 tokens, 1 call) and (6 tokens, 1 call), 4 in the mean.
+    assert [row.loss_weight for row in weigh(UNEQUAL, "rollout-step-mean")] == [1 / 8, 1 / 8]
+
+
+def test_a_rollout_of_three_rows_counts_three_times_under_the_mean_over_rows():
+    forked = [call(name, [k], [9], start_ns=k) for k, name in enumerate("abc", start=1)]
+    rows = rows_of(forked, dict.fromkeys("abc", 1.0)) + rows_of(
+        [call("d", [1], [9], rollout_id="q")], {"d": 0.0}
+    )
+    assert loss(weigh(rows, "row-token-mean")) == pytest.approx(0.75)
+
+
+def cut(row: Transition, tokens: int) -> Transition:
+    """The row without its last trained tokens."""
+    mask = row.action_mask.copy()
+    mask[np.flatnonzero(mask)[len(np.flatnonzero(mask)) - tokens :]] = False
+    return dataclasses.replace(row, action_mask=mask)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "rollout-token-mean", "row-token-mean", "constant"])
+@pytest.mark.parametrize("gone", [(0, 2), (1, 3), (2, 0), (0, 6)])
+def test_tokens_that_leave_a_batch_leave_its_denominators(aggregation, gone):
+    rows = weigh(UNEQUAL, aggregation, constant=8)
+    kept = reweigh(rows, [cut(row, count) for row, count in zip(rows, gone, strict=True)])
+    # As if they had never been there; a constant stays what it was, and so does its N.
+    afresh = weigh(
+        [cut(row, count) for row, count in zip(rows, gone, strict=True) if count < row.action_mask.sum()],
+        aggregation,
+        constant=8,
+        n_rollouts=2 if aggregation == "constant" else None,
+    )
+    assert [row.loss_weight for row in kept if row.action_mask.any()] == pytest.approx(
+        [row.loss_weight for row in afresh]
+    )
 
 
 def test_rollouts_without_rows_can_be_counted():
@@ -273,7 +314,7 @@ def test_every_sampled_token_of_a_trained_call_is_trained_once_and_nothing_else_
 @settings(max_examples=100)
 @given(
     st.lists(rollouts, min_size=1, max_size=3),
-    st.sampled_from(["rollout-token-mean", "token-mean", "constant"]),
+    st.sampled_from(["rollout-token-mean", "rollout-step-mean", "token-mean", "constant"]),
 )
 def test_cutting_rollouts_into_other_rows_changes_no_weighted_sum(specifications, aggregation):
     whole: list[Transition] = []

@@ -120,6 +120,7 @@ OUT_OF_RANGE = [
     (RolloutConfig, "group_size", 1, "2 or more"),
     (RolloutConfig, "temperature", 0.0, "more than 0"),
     (RolloutConfig, "max_staleness", -1, "0 or more"),
+    (RolloutConfig, "aggregation_tokens", 0.0, "more than 0"),
     (RolloutConfig, "refills", -1, "0 or more"),
     (CreditConfig, "step_weight", -1.0, "0 or more"),
     (CreditConfig, "gamma", 1.5, "0 to 1"),
@@ -192,6 +193,16 @@ def test_overrides_win_and_take_toml_or_plain_text(tmp_path):
         write(tmp_path, MINIMAL), ["rollout.group_size=4", "run.id=other", "rollout.temperature=1"]
     )
     assert (config.rollout.group_size, config.run.id, config.rollout.temperature) == (4, "other", 1.0)
+
+
+def test_only_a_constant_aggregation_has_a_number_of_tokens(tmp_path):
+    file = write(tmp_path, MINIMAL + '[rollout]\naggregation = "constant"\naggregation_tokens = 512\n')
+    assert load_config(file).rollout.aggregation_tokens == 512.0
+    for override in ("rollout.aggregation=row-token-mean", "rollout.aggregation_tokens=0"):
+        with pytest.raises(ConfigError, match="aggregation"):
+            load_config(file, [override])
+    with pytest.raises(ConfigError, match="'constant' needs the number of tokens"):
+        load_config(write(tmp_path, MINIMAL + '[rollout]\naggregation = "constant"\n'))
 
 
 def test_an_override_with_an_unknown_key_is_an_error(tmp_path):

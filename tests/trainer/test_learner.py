@@ -15,8 +15,8 @@ from tests.trainer.small_policy import make_model, make_policy, make_row
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from spangrad.credit.aggregation import weigh
 from spangrad.credit.transition import Transition
-from spangrad.credit.transitions import weigh
 from spangrad.errors import ConfigError, EmptyBatchError, GradeError, PolicyError
 from spangrad.trainer.learning.checkpoint import latest
 from spangrad.trainer.learning.learner import Learner

@@ -31,8 +31,9 @@ from spangrad.adapters.call_tree import build_tree
 from spangrad.adapters.calls import calls_of
 from spangrad.adapters.grading import reason_kind
 from spangrad.adapters.model_call import Grade, ModelCall
+from spangrad.credit.aggregation import weigh
 from spangrad.credit.transition import Transition
-from spangrad.credit.transitions import transitions, weigh
+from spangrad.credit.transitions import transitions
 from spangrad.errors import EmptyBatchError, GradeError
 from spangrad.store.base import Store
 from spangrad.store.records import Rollout, RolloutStatus

@@ -195,6 +195,7 @@ def transitions(
                 authors=author or authors,
                 reward_weights={reward: 1.0},
                 aggregation="rollout-token-mean" if settings is None else settings.rollout.aggregation,
+                constant=None if settings is None else settings.rollout.aggregation_tokens,
                 render=render,
             )
             for part in compared

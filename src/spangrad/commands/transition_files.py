@@ -25,12 +25,13 @@ from spangrad.adapters.datasets.selecting import (
 from spangrad.adapters.datasets.tables import TRANSITIONS
 from spangrad.adapters.datasets.writing import write_parquet
 from spangrad.adapters.model_call import ModelCall
+from spangrad.credit.aggregation import weigh
 from spangrad.credit.assign import CreditConfig
 from spangrad.credit.pipeline import CreditedBatch, credited_rows
 from spangrad.credit.rendered import Render, row_models
 from spangrad.credit.rewards import by_rollout, total_reward
 from spangrad.credit.transition import Transition
-from spangrad.credit.transitions import row_to_json, weigh
+from spangrad.credit.transitions import row_to_json
 from spangrad.store.base import Store
 from spangrad.store.records import DEFAULT_REWARD, Rollout
 
