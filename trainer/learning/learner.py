@@ -17,6 +17,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from spangrad.trainer.learning.model import (
 )
 from spangrad.trainer.learning.monitors import Totals
 from spangrad.trainer.learning.objective import batch_loss, monitor
+from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.learning.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 from spangrad.trainer.learning.output_head import Entropy, head_form
 from spangrad.trainer.learning.packing import (
@@ -56,6 +58,7 @@ from spangrad.trainer.learning.packing import (
     trimmed_length,
     whole_groups,
 )
+from spangrad.trainer.learning.preference import Comparison
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -76,7 +79,8 @@ class Learner:
         self.device = usable_device(config.device)
         torch.manual_seed(config.seed)
         self.model = load_model(config.model_path, device=self.device)
-        needs_reference = config.uses_ratio or config.kl_coef > 0
+        compares = config.uses_ratio or OBJECTIVES[config.objective].compares_sequences
+        needs_reference = compares or config.kl_coef > 0
         self._reference = copy.deepcopy(self.model).requires_grad_(False) if needs_reference else None
         self._head = head_form(self.model)
         self._optimizer = make_optimizer(self.model, config)
@@ -110,11 +114,14 @@ class Learner:
         lr = update_lr(config, self.updates)
         groups = whole_groups(selection.rows)
         parts = min(config.minibatches_per_update, len(groups))
+        comparison = self._comparison(selection.rows, seconds)
         is_first = True
         for epoch in range(config.epochs_per_update):
             rng = np.random.default_rng((config.seed, self.updates, epoch))
             for indices in np.array_split(rng.permutation(len(groups)), parts):
                 step_rows = [row for i in indices for row in groups[i]]
+                if comparison is not None:
+                    step_rows = comparison.weighed(step_rows, totals, seconds)
                 self._accumulate(step_rows, parts, policy_version, is_first, totals, seconds)
                 began = time.perf_counter()
                 totals.add_mean("grad/norm", self._step(lr), 1)
@@ -176,6 +183,13 @@ class Learner:
             if is_first:
                 monitor(config, batch, stats, reference_M, policy_version, totals)
             seconds["forward_backward"] += time.perf_counter() - began
+
+    def _comparison(self, rows: Sequence[Transition], seconds: dict[str, float]) -> Comparison | None:
+        if not OBJECTIVES[self.config.objective].compares_sequences:
+            return None
+        assert self._reference is not None
+        sums = (partial(self._sums, model) for model in (self.model, self._reference))
+        return Comparison(rows, self.config, *sums, seconds)
 
     def _step(self, lr: float) -> float:
         """Clip, check and take one optimizer step; returns the gradient norm before the clip."""
@@ -275,15 +289,26 @@ class Learner:
         without action tokens gets an empty array.
         """
         check_vocabulary(rows, size=self._vocabulary, model=self.config.model_path)
+        return self._logprobs(self.model, rows, use_temperature=True)
+
+    def _logprobs(
+        self, model: PreTrainedModel, rows: Sequence[Transition], *, use_temperature: bool
+    ) -> list[NDArray[np.float32]]:
+        """Log-probability of every action token of every row, nats; no gradient."""
         scores: list[NDArray[np.float32]] = [np.zeros(0, dtype=np.float32) for _ in rows]
         with torch.no_grad():
             for batch in self._pack(rows):
-                logprobs_M = self._stats(self.model, batch, use_temperature=True).logprobs_M.cpu().numpy()
+                stats = self._stats(model, batch, use_temperature=use_temperature)
                 counts = batch.target_mask_BT.sum(dim=1).cpu().numpy()
-                pieces = np.split(logprobs_M, np.cumsum(counts)[:-1])
+                pieces = np.split(stats.logprobs_M.cpu().numpy(), np.cumsum(counts)[:-1])
                 for index, piece in zip(batch.row_indices, pieces, strict=True):
                     scores[index] = piece
         return scores
+
+    def _sums(self, model: PreTrainedModel, rows: Sequence[Transition]) -> NDArray[np.float64]:
+        """Summed log-probability of the action tokens of every row, nats; temperatures are ignored."""
+        scores = self._logprobs(model, rows, use_temperature=False)
+        return np.array([piece.sum(dtype=np.float64) for piece in scores])
 
     def export_weights(self, path: str | Path) -> None:
         """Write the weights in `config.dtype` as one safetensors file, complete or absent."""

@@ -57,6 +57,19 @@ class LearnerConfig:
     """`dppo_tv`, `dppo_kl`: cap of the importance weight; above 1."""
     log_ratio_coef: float = 0.0
     """Weight of the squared log-ratio to the policy that sampled; 0 or more."""
+    awr_beta: float = 1.0
+    """`awr`: advantage that multiplies a token's weight by e; above 0."""
+    awr_max_weight: float = 20.0
+    """`awr`: largest factor of a token; above 0."""
+    preference_beta: float = 0.1
+    """`dpo`, `kto`: how fast a preference saturates, per nat; above 0. Small: far from the start."""
+    label_smoothing: float = 0.0
+    """`dpo`: share of pairs that are taken to be the wrong way round; 0 to below 0.5."""
+    good_weight: float = 1.0
+    """`kto`: weight of good sequences; above 0."""
+    bad_weight: float = 1.0
+    """`kto`: weight of bad sequences; above 0. The paper keeps good_weight * good / (bad_weight * bad) within
+    1 to 4 / 3."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; 0 or more."""
     kl_coef: float = 0.0
@@ -74,7 +87,7 @@ class LearnerConfig:
     """
     kl_monitor_rows: int = 128
     """`policy/kl_to_start` is measured on at most this many rows, taken at random; 0 or more. All are where
-    `kl_coef` is above 0, none where the objective has no ratio."""
+    `kl_coef` is above 0, none where the objective needs no starting policy (`bc`, `awr`)."""
     seed: int = 0
     """Seeds the order of rows; 0 or more."""
     threads: int = 0
@@ -118,6 +131,12 @@ class LearnerConfig:
                 self.kl_estimator in get_args(KlEstimator),
                 f"one of {', '.join(get_args(KlEstimator))}",
             ),
+            ("awr_beta", self.awr_beta > 0, "more than 0"),
+            ("awr_max_weight", self.awr_max_weight > 0, "more than 0"),
+            ("preference_beta", self.preference_beta > 0, "more than 0"),
+            ("label_smoothing", 0 <= self.label_smoothing < 0.5, "0 to below 0.5"),
+            ("good_weight", self.good_weight > 0, "more than 0"),
+            ("bad_weight", self.bad_weight > 0, "more than 0"),
             ("entropy_coef", self.entropy_coef >= 0, "0 or more"),
             ("kl_coef", self.kl_coef >= 0, "0 or more"),
             ("epochs_per_update", self.epochs_per_update >= 1, "1 or more"),
@@ -148,7 +167,7 @@ class LearnerConfig:
             because["kl_estimator"] = f"with objective {self.objective!r}, which has no ratio to weigh it by"
         if self.kl_coef > 0:
             because["kl_monitor_rows"] = "with a kl_coef above 0, which compares every row"
-        elif not objective.uses_ratio:
+        elif not (objective.uses_ratio or objective.compares_sequences):
             because["kl_monitor_rows"] = f"with objective {self.objective!r} and kl_coef 0"
         return because
 

@@ -55,10 +55,10 @@ def batch_loss(
             policy_M, behavior_M, batch.advantages_BT[mask_BT], mask_M, weights_M, **_settings(config, batch)
         )
         totals.maximum("policy/ratio_max", monitors.pop("ratio_max"))
-        for name, value in monitors.items():
-            totals.add_mean(f"policy/{name}", value, mask_M.numel())
     else:
-        parts["loss/bc"] = losses.bc_loss(policy_M, mask_M, weights_M)
+        parts[f"loss/{config.objective}"], monitors = _without_ratio(config, batch, policy_M)
+    for name, value in monitors.items():
+        totals.add_mean(f"policy/{name}", value, mask_M.numel())
     if config.entropy_coef > 0 and stats.entropy_M is not None:
         parts["loss/entropy"] = losses.entropy_bonus(stats.entropy_M, mask_M, weights_M, config.entropy_coef)
     if config.log_ratio_coef > 0:
@@ -79,6 +79,19 @@ def batch_loss(
     for name, value in (parts | {"loss/total": loss}).items():
         totals.add_sum(name, value.detach())
     return loss
+
+
+def _without_ratio(config: LearnerConfig, batch: Batch, policy_M: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    mask_BT = batch.target_mask_BT
+    mask_M, weights_M = mask_BT[mask_BT], batch.weights_BT[mask_BT]
+    if config.objective == "bc":
+        return losses.bc_loss(policy_M, mask_M, weights_M), {}
+    advantages_M = batch.advantages_BT[mask_BT]
+    if config.objective == "awr":
+        return losses.awr_loss(policy_M, advantages_M, mask_M, weights_M, **_settings(config, batch))
+    # A loss over sequences: `preference` made advantages of its slopes, and has told its value.
+    share = losses.weighted_sum(-advantages_M * policy_M, mask_M, weights_M)
+    return share - share.detach(), {}
 
 
 def _settings(config: LearnerConfig, batch: Batch) -> dict[str, Any]:

@@ -22,6 +22,20 @@ class Objective:
     uses_ratio: bool = True
     """Whether it weighs tokens by current / behaviour policy: then it needs rows of grade `exact` with
     advantages, sampled at a temperature above 0. Otherwise any row with token ids will do."""
+    weighs_by_advantage: bool = False
+    """Whether it needs advantages although it has no ratio."""
+    compares_sequences: bool = False
+    """Whether it compares judged sequences with the starting policy: `spangrad.credit.paired`, `labelled`."""
+
+    @property
+    def needs_credit(self) -> bool:
+        """Whether advantages change it."""
+        return self.uses_ratio or self.weighs_by_advantage
+
+    @property
+    def min_grade(self) -> Literal["exact", "text"]:
+        """The worst grade of calls that it can train: what a grade is good for is in `adapters/README.md`."""
+        return "exact" if self.uses_ratio else "text"
 
     @property
     def names(self) -> frozenset[str]:
@@ -40,4 +54,11 @@ OBJECTIVES: Final[Mapping[str, Objective]] = {
     "dppo_kl": Objective(frozenset({"max_ratio"}), clip=(0.05, 0.05)),
     "importance_sampling": Objective(),
     "bc": Objective(uses_ratio=False),
+    "awr": Objective(frozenset({"awr_beta", "awr_max_weight"}), uses_ratio=False, weighs_by_advantage=True),
+    "dpo": Objective(
+        frozenset({"preference_beta", "label_smoothing"}), uses_ratio=False, compares_sequences=True
+    ),
+    "kto": Objective(
+        frozenset({"preference_beta", "good_weight", "bad_weight"}), uses_ratio=False, compares_sequences=True
+    ),
 }

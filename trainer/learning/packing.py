@@ -77,7 +77,8 @@ class Selection:
     rows_without_tokens: int
     """Rows without a trained token."""
     rows_without_signal: int
-    """Rows whose advantages are all zero and that no other loss term needs, or whose weight is 0."""
+    """Rows whose advantages are all zero and that no other loss term needs, that lack a judgement which the
+    objective needs, or whose weight is 0."""
     tokens_without_advantage: int
     """Trained tokens whose advantage is NaN (not assigned): taken out of the action mask."""
 
@@ -105,6 +106,13 @@ def _check_row(row: Transition) -> None:
         raise CreditError(f"{row_name(row)}: loss_weight is {row.loss_weight!r}; expected a number >= 0")
 
 
+def _check_finite_advantages(row: Transition) -> None:
+    if np.isinf(row.advantages[row.action_mask]).any():
+        raise CreditError(
+            f"{row_name(row)}: an advantage is infinite; expected finite, or NaN for not assigned"
+        )
+
+
 def _check_ratio_row(row: Transition, objective: str) -> None:
     logprobs = row.behavior_logprobs[row.action_mask]
     unknown = int((~np.isfinite(logprobs)).sum())
@@ -118,10 +126,6 @@ def _check_ratio_row(row: Transition, objective: str) -> None:
             f"{row_name(row)} was sampled at temperature {row.temperature!r}; {objective} needs tokens "
             "that were sampled at a temperature above 0"
         )
-    if np.isinf(row.advantages[row.action_mask]).any():
-        raise CreditError(
-            f"{row_name(row)}: an advantage is infinite; expected finite, or NaN for not assigned"
-        )
 
 
 def select_rows(rows: Sequence[Transition], *, objective: str, needs_all_tokens: bool) -> Selection:
@@ -129,7 +133,8 @@ def select_rows(rows: Sequence[Transition], *, objective: str, needs_all_tokens:
 
     Args:
         rows: Rows as they come from credit.
-        objective: Name of one; those with a ratio need behaviour logprobs and advantages.
+        objective: Name of one; those with a ratio need behaviour logprobs and advantages, those that compare
+            sequences need judgements.
         needs_all_tokens: Keep rows whose advantages are all zero: an entropy or KL term
             trains on them too.
 
@@ -145,16 +150,21 @@ def select_rows(rows: Sequence[Transition], *, objective: str, needs_all_tokens:
         if not row.action_mask.any():
             without_tokens += 1
             continue
-        if OBJECTIVES[objective].uses_ratio:
-            _check_ratio_row(row, objective)
+        chosen = OBJECTIVES[objective]
+        if chosen.needs_credit:
+            if chosen.uses_ratio:
+                _check_ratio_row(row, objective)
+            _check_finite_advantages(row)
             is_unassigned = row.action_mask & np.isnan(row.advantages)
             without_advantage += int(is_unassigned.sum())
             if is_unassigned.any():
                 row = replace(row, action_mask=row.action_mask & ~is_unassigned)
             has_signal = bool((row.advantages[row.action_mask] != 0).any())
-            has_signal = has_signal or (needs_all_tokens and bool(row.action_mask.any()))
+            has_signal = has_signal or (
+                (needs_all_tokens or not chosen.uses_ratio) and bool(row.action_mask.any())
+            )
         else:
-            has_signal = True
+            has_signal = bool(row.judgements) or not chosen.compares_sequences
         if has_signal and row.loss_weight > 0:
             kept.append(row)
         else:
@@ -162,7 +172,7 @@ def select_rows(rows: Sequence[Transition], *, objective: str, needs_all_tokens:
     if not kept:
         raise EmptyBatchError(
             f"none of {len(rows)} rows can train objective {objective!r}: {without_tokens} have no trained "
-            f"token, {without_signal} have zero weight or only zero or unassigned advantages "
+            f"token, {without_signal} have zero weight, no judgement or only zero or unassigned advantages "
             f"({without_advantage} tokens unassigned); check rewards and groups"
         )
     return Selection(tuple(kept), without_tokens, without_signal, without_advantage)

@@ -7,10 +7,14 @@ however the rows are cut into microbatches.
 
 Knows rows, their judgements and their sums. Does not know: models.
 
+The reference is the starting policy. Log-probabilities are those of the policy itself, as in cloning: the
+temperature that somebody sampled at is left out.
+
 Shape letters: B rows, P pairs, N sequences, K memberships of a row in a sequence.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,9 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spangrad.credit.labels import mismatched
 from spangrad.credit.transition import Judgement, Transition
 from spangrad.errors import CreditError
 from spangrad.trainer.learning import losses
+from spangrad.trainer.learning.learner_config import LearnerConfig
+from spangrad.trainer.learning.monitors import Totals
+from spangrad.trainer.learning.objectives import OBJECTIVES
 
 Floats = NDArray[np.float64]
 
@@ -46,6 +54,57 @@ class _Sequences:
     def sums(self, values_B: Tensor) -> Tensor:
         """Sum of its rows' values for every sequence."""
         return values_B.new_zeros(len(self.names)).index_add(0, self.sequence_K, values_B[self.row_K])
+
+
+Sums = Callable[[Sequence[Transition]], Floats]
+"""Rows -> the summed log-probability of each one's action tokens, nats."""
+
+
+class Comparison:
+    """What an update with a loss over sequences needs beside a gradient: sums under both policies."""
+
+    def __init__(
+        self,
+        rows: Sequence[Transition],
+        config: LearnerConfig,
+        policy: Sums,
+        reference: Sums,
+        seconds: dict[str, float],
+    ) -> None:
+        """Score all rows of an update under the reference, which does not move.
+
+        Args:
+            rows: The same objects that `weighed` gets.
+            config: Objective and settings.
+            policy: Sums under the weights being trained, as they are when it is called.
+            reference: Sums under the starting policy.
+            seconds: Times of the update; `reference` grows by what is spent here and in `weighed`.
+        """
+        began = time.perf_counter()
+        self._config, self._policy, self._reference = config, policy, reference
+        self._known = dict(zip(map(id, rows), reference(rows).tolist(), strict=True))
+        seconds["reference"] += time.perf_counter() - began
+
+    def weighed(
+        self, rows: Sequence[Transition], totals: Totals, seconds: dict[str, float]
+    ) -> list[Transition]:
+        """The rows of one optimizer step with what their tokens are worth; adds the loss to `totals`."""
+        began = time.perf_counter()
+        config = self._config
+        others = mismatched(rows) if config.objective == "kto" else []
+        weighed, value, monitors = with_coefficients(
+            rows,
+            Scores(self._policy(rows), np.array([self._known[id(row)] for row in rows])),
+            Scores(*(by_rollout(others, sums(others)) for sums in (self._policy, self._reference))),
+            objective=config.objective,
+            settings={name: getattr(config, name) for name in OBJECTIVES[config.objective].settings},
+        )
+        for name in ("total", config.objective):
+            totals.add_sum(f"loss/{name}", value)
+        for name, mean in monitors.items():
+            totals.add_mean(f"policy/{name}", mean, 1)
+        seconds["reference"] += time.perf_counter() - began
+        return weighed
 
 
 def with_coefficients(
