@@ -20,7 +20,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -247,16 +247,19 @@ def start_policy(
 
 
 def cloning_config(train: TrainConfig, config: WarmStartConfig, start: Path, *, seed: int) -> LearnerConfig:
-    """Settings of the learner that clones: those of the run, but for what the warm start says."""
-    return replace(
-        train.learner,
-        model_path=str(start),
-        objective="bc",
-        lr=config.lr,
-        dtype=config.dtype,
-        seed=seed,
-        threads=2,
-    )
+    """Settings of the learner that clones: those of the run that it uses, but for what the warm start says."""
+    plain = LearnerConfig(objective="bc")
+    unused = {*plain.settings_unused(), "entropy_coef", "kl_coef"}
+    kept = {f.name: getattr(train.learner, f.name) for f in fields(plain) if f.name not in unused}
+    own = {
+        "model_path": str(start),
+        "objective": "bc",
+        "lr": config.lr,
+        "dtype": config.dtype,
+        "seed": seed,
+        "threads": 2,
+    }
+    return LearnerConfig(**kept | own)
 
 
 def warm_start(
