@@ -35,8 +35,8 @@ RECALL: Final = 0.99
 """Least probability that two texts, just as similar as is asked for, share a bucket."""
 ROUNDS: Final = 256
 """Leaders that an observation is compared with at most, times the bands: what bounds the cost."""
-CHUNK: Final = 1 << 22
-"""Characters that are worked on at once; a group is never cut."""
+CHUNK: Final = 1 << 19
+"""Characters that are worked on at once, few enough for a cache; a group is never cut."""
 DEVIATIONS: Final = 3.0
 """So many standard deviations below what is asked for, a signature's estimate is believed."""
 _WEIGHTS: Final = np.array(

@@ -10,6 +10,7 @@ from functools import partial
 
 from tests.bench import capture_benches as capture
 from tests.bench.benches import BENCHES
+from tests.bench.estimator_benches import bench_estimators
 from tests.bench.figures import Figure, show_figures
 from tests.bench.large_store import bench_large
 from tests.bench.pairs import Pair, show
@@ -38,6 +39,7 @@ def main() -> None:
         "ingest": partial(bench_ingest, options.agl_03),
         "growth": bench_growth,
         "floor": bench_floor,
+        "estimators": bench_estimators,
         "trees": partial(bench_trees, options.agl_03, options.agl_verl),
         "large": partial(bench_large, options.large),
     }
@@ -61,7 +63,18 @@ def main() -> None:
     print(f"{time.monotonic() - started:.0f} s; ratios are of time per item: 1 is free, 2 is twice as slow")
 
 
-FIGURES = ("calls", "gateway", "memory", "imports", "ingest", "growth", "floor", "trees", "large")
+FIGURES = (
+    "calls",
+    "gateway",
+    "memory",
+    "imports",
+    "ingest",
+    "growth",
+    "floor",
+    "estimators",
+    "trees",
+    "large",
+)
 SLOW = ("large",)
 """Only when named."""
 
