@@ -2,6 +2,7 @@
 
 from spangrad.credit.aggregation import weigh
 from spangrad.credit.assign import CreditConfig, CreditResult, assign
+from spangrad.credit.compare import Comparison, compare
 from spangrad.credit.filters import overlong_penalty, top_p_by_spread, top_share_by_spread, with_spread
 from spangrad.credit.gae import gae_steps, gae_tokens
 from spangrad.credit.gdpo import gdpo
@@ -38,6 +39,7 @@ from spangrad.credit.types import Step, Trajectory
 
 __all__ = [
     "CallSegment",
+    "Comparison",
     "CreditConfig",
     "CreditResult",
     "CreditedBatch",
@@ -50,6 +52,7 @@ __all__ = [
     "assign",
     "best",
     "best_of_group",
+    "compare",
     "credited_rows",
     "dr_grpo",
     "edge_advantages",

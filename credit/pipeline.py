@@ -92,26 +92,22 @@ def credited_rows(
     if config is not None and prefer is not None:
         raise ConfigError("preferences are made of returns, not of advantages; leave the estimators out")
     refused: list[Refused] = []
-    ended = _ended(rollouts, refused)
-    ids = [rollout.rollout_id for rollout in ended]
-    calls_by_rollout: dict[str, list[ModelCall]] = {rollout_id: [] for rollout_id in ids}
-    for call in calls_of(store, ids) if ids else ():
-        if call.rollout_id in calls_by_rollout:
-            calls_by_rollout[call.rollout_id].append(call)
+    ended, calls_by_rollout = ended_with_calls(store, rollouts, refused)
     if policy_version is not None and max_staleness is not None:
         ended = [
             rollout
             for rollout in ended
             if not _is_stale(calls_by_rollout[rollout.rollout_id], policy_version, max_staleness, refused)
         ]
-    needs_rewards = config is not None or prefer is not None
-    given = by_rollout(store.rewards(ids) if ids and needs_rewards else ())
-    trajectories: list[Trajectory] = []
-    for rollout in ended:
-        calls = calls_by_rollout[rollout.rollout_id]
-        mine = given.get(rollout.rollout_id, ())
-        rewards = rewards_of(rollout, mine, calls, authors=authors, weights=reward_weights)
-        trajectories.append(_trajectory(rollout, calls, rewards, config))
+    trajectories = trajectories_of(
+        store,
+        ended,
+        calls_by_rollout,
+        config,
+        authors=authors,
+        reward_weights=reward_weights,
+        with_rewards=config is not None or prefer is not None,
+    )
     advantages, diagnostics = _credit(trajectories, config)
     rows: list[Transition] = []
     notes: Counter[str] = Counter()
@@ -136,6 +132,41 @@ def credited_rows(
         for one in refused
     ]
     return CreditedBatch(rows, refused, diagnostics, samples_of(rows, policy_version), read, +notes)
+
+
+def ended_with_calls(
+    store: Store, rollouts: Sequence[Rollout], refused: list[Refused]
+) -> tuple[list[Rollout], dict[str, list[ModelCall]]]:
+    """Those that succeeded, and their calls by rollout id; adds the others to `refused`."""
+    ended = _ended(rollouts, refused)
+    ids = [rollout.rollout_id for rollout in ended]
+    calls_by_rollout: dict[str, list[ModelCall]] = {rollout_id: [] for rollout_id in ids}
+    for call in calls_of(store, ids) if ids else ():
+        if call.rollout_id in calls_by_rollout:
+            calls_by_rollout[call.rollout_id].append(call)
+    return ended, calls_by_rollout
+
+
+def trajectories_of(
+    store: Store,
+    rollouts: Sequence[Rollout],
+    calls_by_rollout: Mapping[str, Sequence[ModelCall]],
+    config: CreditConfig | None,
+    *,
+    authors: Sequence[str] = DEFAULT_AUTHORS,
+    reward_weights: Mapping[str, float] | None = None,
+    with_rewards: bool = True,
+) -> list[Trajectory]:
+    """The rollouts as the estimators of `config` take them; the arguments are those of `credited_rows`."""
+    ids = [rollout.rollout_id for rollout in rollouts]
+    given = by_rollout(store.rewards(ids) if ids and with_rewards else ())
+    found: list[Trajectory] = []
+    for rollout in rollouts:
+        calls = calls_by_rollout[rollout.rollout_id]
+        mine = given.get(rollout.rollout_id, ())
+        rewards = rewards_of(rollout, mine, calls, authors=authors, weights=reward_weights)
+        found.append(_trajectory(rollout, calls, rewards, config))
+    return found
 
 
 def samples_of(rows: Sequence[Transition], policy_version: int | None = None) -> list[UpdateSample]:

@@ -19,9 +19,12 @@ PAGES = sorted(
     if not SKIPPED & set(path.relative_to(ROOT).parts)
     and "src" not in path.relative_to(ROOT).parts  # links to the folders: seen there already
 )
-COMMANDS = sorted(
-    command.name or command.callback.__name__ for command in app.registered_commands if command.callback
-)
+COMMANDS = {str(info.name): info for info in app.registered_commands} | {
+    f"{group.name} {info.name}": info
+    for group in app.registered_groups
+    if group.typer_instance is not None
+    for info in group.typer_instance.registered_commands
+}
 
 
 def shown(page: Path) -> str:
@@ -37,18 +40,20 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.strip().lower()).replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_command_is_documented_and_has_help_with_an_example(command: str) -> None:
     assert any(f"spangrad {command}" in page.read_text() for page in PAGES if page.name == "README.md")
-    (info,) = [info for info in app.registered_commands if info.name == command]
+    info = COMMANDS[command]
     assert info.callback is not None
     assert info.callback.__doc__
     assert f"spangrad {command}" in str(info.epilog)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_option_of_a_command_has_help(command: str) -> None:
-    found = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    found = typer.main.get_command(app)
+    for name in command.split():
+        found = found.commands[name]  # type: ignore[attr-defined]
     assert not [option.name for option in found.params if not getattr(option, "help", None)]
 
 
@@ -99,5 +104,7 @@ def test_commands_in_code_exist(page: Path) -> None:
         r"^```(?:\w+)?\n(.*?)^```|`([^`\n]+)`", page.read_text(), flags=re.MULTILINE | re.DOTALL
     )
     for block in code:
-        for called in re.findall(r"^\s*(?:\$ )?spangrad ([a-z]+)", "\n".join(block), flags=re.MULTILINE):
+        for called in re.findall(
+            r"^\s*(?:\$ )?spangrad ((?:credit )?[a-z]+)", "\n".join(block), flags=re.MULTILINE
+        ):
             assert called in COMMANDS, f"{shown(page)} calls `spangrad {called}`"

@@ -14,7 +14,17 @@ from typing import Annotated, Final
 
 import typer
 
-from spangrad.commands import exporting, keeping, listing, questions, recording, scoring, services, training
+from spangrad.commands import (
+    crediting,
+    exporting,
+    keeping,
+    listing,
+    questions,
+    recording,
+    scoring,
+    services,
+    training,
+)
 from spangrad.errors import SpangradError
 
 _ABOUT: Final = """Turn the spans that an agent already emits into gradients for the model behind it.
@@ -57,6 +67,7 @@ app.command("calls", rich_help_panel=LOOK, epilog="Example: spangrad calls --rol
 app.command(
     "transitions", rich_help_panel=LOOK, epilog="Example: spangrad transitions --rollout r-17 --json"
 )(listing.transitions)
+app.add_typer(crediting.app, name="credit", rich_help_panel=LOOK)
 app.command("report", rich_help_panel=LOOK, epilog="Example: spangrad report --store shop.duckdb")(
     questions.report
 )

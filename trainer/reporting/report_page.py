@@ -37,7 +37,7 @@ draw();
 dark.addEventListener("change", draw);
 """
 
-_STYLE: Final = """
+STYLE: Final = """
 :root { --back: #f6f7f9; --card: #ffffff; --text: #1d2330; --soft: #5b6472; --grid: #dfe3e9;
   --accent: #3d7fd9; color-scheme: light dark; }
 @media (prefers-color-scheme: dark) {
@@ -79,7 +79,7 @@ PAGE: Final = f"""<!doctype html>
  style-src 'unsafe-inline'; img-src data: blob:; script-src %%POLICY%%">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>%%TITLE%%</title>
-<style>{_STYLE}</style>
+<style>{STYLE}</style>
 </head>
 <body>
 <main>

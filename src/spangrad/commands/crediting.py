@@ -1,0 +1,246 @@
+"""The command `spangrad credit compare`: estimators side by side on stored rollouts.
+
+Knows options and what is told; `credit.compare` computes, `comparison_page.py` writes the page.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from spangrad.commands.filters import check_authors, rollouts_named_by, rollouts_that_fit, trained_on
+from spangrad.commands.options import (
+    DEFAULT_STORE,
+    JsonOption,
+    KeyOption,
+    RewardOption,
+    RolloutsOption,
+    RunOption,
+    SqlOption,
+    StoreOption,
+    opened,
+    other_names,
+)
+from spangrad.commands.output import note, print_json, print_rows
+from spangrad.errors import ConfigError, CreditError
+from spangrad.store.records import DEFAULT_REWARD
+
+if TYPE_CHECKING:
+    from spangrad.credit.assign import CreditConfig
+    from spangrad.credit.compare import Comparison
+    from spangrad.credit.transitions import Refused
+    from spangrad.store.base import Store
+    from spangrad.store.records import Rollout
+
+DEFAULT_ESTIMATORS: Final = "grpo,rloo,grpo+gigpo,leave_one_out_to_go"
+_SHOWN: Final = 10
+
+app = typer.Typer(no_args_is_help=True, help="Look at credit assignment without training.")
+
+
+def compare(
+    store: StoreOption = DEFAULT_STORE,
+    key: KeyOption = None,
+    estimators: Annotated[
+        str,
+        typer.Option(
+            "--estimators",
+            "-e",
+            help="Separated by commas: a term, or episode+step, with settings behind colons:"
+            " grpo, grpo:scale_by_std=false, rloo+gigpo:gamma=1.",
+        ),
+    ] = DEFAULT_ESTIMATORS,
+    rollout: RolloutsOption = None,
+    run: RunOption = None,
+    split: Annotated[
+        str | None, typer.Option("--split", help="Only this split: train, recorded, ...")
+    ] = None,
+    sql: SqlOption = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            help="Config of a run: its own estimator is compared, too, and its credit settings and reward"
+            " authors hold where they apply.",
+        ),
+    ] = None,
+    author: Annotated[
+        list[str] | None,
+        typer.Option("--author", help="Whose rewards count: evaluator, operator, agent; several times."),
+    ] = None,
+    reward: RewardOption = DEFAULT_REWARD,
+    limit: Annotated[
+        int, typer.Option("--limit", min=0, help="Groups and steps in a table; 0: all.")
+    ] = _SHOWN,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a page that needs no network to this file.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Give the same stored rollouts to several estimators and show where they differ. Needs no model.
+
+    Terms for episodes: grpo, rloo, maxrl, opo, reinforce_pp_baseline,
+    best_of_group, ...; for steps: gigpo, hgpo, leave_one_out_to_go, ... A wrong
+    name lists all. `gigpo` alone is its step term, grpo+gigpo the method.
+
+    informative: groups that get any credit, beside what 1 - p^G - (1-p)^G
+    predicts if all tasks were equally hard. noise: standard error that an
+    advantage has from who else is in its group, of its size; lower is
+    steadier. effective steps: how many would weigh the same. Whole groups are
+    compared, of rollouts that succeeded.
+    """
+    from spangrad.adapters.report import other_rewards
+    from spangrad.credit.compare import compare as compared
+    from spangrad.credit.pipeline import ended_with_calls, trajectories_of
+    from spangrad.credit.rewards import DEFAULT_AUTHORS
+
+    check_authors(author or ())
+    configs, authors = _configs(estimators, config)
+    refused: list[Refused] = []
+    with opened(store, key) as opened_store:
+        wanted = rollouts_that_fit(opened_store, store, rollouts=rollout, run=run, split=split)
+        if sql is not None:
+            named = rollouts_named_by(opened_store, sql)
+            wanted = [one for one in wanted if one.rollout_id in named]
+        if not (rollout or split):
+            wanted = trained_on(wanted, clone=False)
+        ended, calls = ended_with_calls(opened_store, _whole_groups(opened_store, wanted), refused)
+        entries = {
+            name: (
+                credit,
+                trajectories_of(
+                    opened_store,
+                    ended,
+                    calls,
+                    credit,
+                    authors=author or authors or DEFAULT_AUTHORS,
+                    reward_weights={reward: 1.0},
+                ),
+            )
+            for name, credit in configs.items()
+        }
+        others = other_rewards(opened_store, reward)
+    for reason, count in Counter(one.counted_as for one in refused).most_common():
+        note(f"left out, {count}x: {reason}")
+    if others:
+        note(other_names(reward, others))
+    found = compared(entries)
+    if not found.steps:
+        raise CreditError(_nothing(found, wanted, reward))
+    _tell_lone(ended)
+    if html is not None:
+        from spangrad.commands.comparison_page import write_page
+
+        write_page(html, found, store)
+    if as_json:
+        print_json([found.to_json()])
+    else:
+        _show(found, limit)
+    if html is not None:
+        note(f"page written to {html}")
+
+
+app.command(
+    "compare",
+    epilog="Example: spangrad credit compare -e grpo,grpo+gigpo,rloo+leave_one_out_to_go --html credit.html",
+)(compare)
+
+
+def _configs(estimators: str, config: Path | None) -> "tuple[dict[str, CreditConfig], Sequence[str] | None]":
+    """Name -> estimator, and whose rewards count (None: not said).
+
+    Raises:
+        ConfigError: An estimator is unknown, or there are none.
+    """
+    from spangrad.credit.assign import CreditConfig
+    from spangrad.credit.spelling import parsed, spelled
+
+    found: dict[str, CreditConfig] = {}
+    base: dict[str, Any] = {}
+    authors: Sequence[str] | None = None
+    if config is not None:
+        from spangrad.trainer.config import load_config
+
+        settings = load_config(config, besides=("warm_start",))
+        authors = settings.rollout.reward_authors
+        found[spelled(settings.credit)] = settings.credit
+        base = {one.name: getattr(settings.credit, one.name) for one in fields(CreditConfig)}
+    for text in re.split(r"[,\s]+", estimators.strip().strip(",")):
+        if text:
+            one = parsed(text, base)
+            found[spelled(one)] = one
+    if not found:
+        raise ConfigError(f"--estimators names none; for example {DEFAULT_ESTIMATORS}")
+    return found, authors
+
+
+def _whole_groups(store: "Store", wanted: "Sequence[Rollout]") -> "list[Rollout]":
+    """These rollouts, and the others of their groups."""
+    groups = sorted({one.group_id for one in wanted if one.group_id is not None})
+    members = {one.rollout_id: one for one in wanted}
+    if groups:
+        members |= {one.rollout_id: one for one in store.rollouts(group_ids=groups)}
+    return list(members.values())
+
+
+def _nothing(found: "Comparison", wanted: "Sequence[Rollout]", reward: str) -> str:
+    rollouts = sum(one.rollouts for one in found.groups)
+    if not wanted or not rollouts:
+        return "there is nothing to compare: no rollout that succeeded fits; `spangrad rollouts` lists all"
+    if not any(one.returns for one in found.groups):
+        return (
+            f"there is nothing to compare: none of {rollouts} rollouts has a reward {reward!r} of an author"
+            " that counts; `spangrad score` gives rewards, --reward and --author take others"
+        )
+    return (
+        f"there is nothing to compare: no scored one of {rollouts} rollouts has a call of the trained policy;"
+        " `spangrad calls` says what each may train"
+    )
+
+
+def _tell_lone(ended: "Sequence[Rollout]") -> None:
+    if lone := sum(one.group_id is None for one in ended):
+        note(
+            f"{lone} of {len(ended)} rollouts name no group, so there is nobody to compare them with;"
+            " rollouts of one task share a group_id when they are enqueued"
+        )
+
+
+def _show(found: "Comparison", limit: int) -> None:
+    from spangrad.commands.comparison_page import COLUMNS, estimator_rows, wasted_rows
+
+    columns = tuple(COLUMNS)
+    print_rows(columns, estimator_rows(found), right=columns[1:])
+    for one in found.estimators:
+        if one.refused is not None:
+            note(f"{one.name} can't take this batch: {one.refused}")
+    names = list(found.rank_correlation)
+    if len(names) > 1:
+        print("\nRank correlation of advantages")
+        rows = [{"": name, **found.rank_correlation[name]} for name in names]
+        print_rows(("", *names), rows, right=names)
+    wasted = wasted_rows(found)
+    if wasted:
+        print(f"\nWasted groups ({len(wasted)} of {len(found.groups)})")
+        shown = wasted[:limit] if limit else wasted
+        print_rows(("group", "rollouts", "returns", "why", "on"), shown, right=("rollouts",))
+        _tell_more(len(wasted), len(shown), "wasted groups")
+    apart = found.disagreements()
+    if apart:
+        print("\nAdvantages, where the ranks are farthest apart first")
+        steps = apart[:limit] if limit else apart
+        listed = [
+            {"rollout": step.rollout_id, "step": step.step_index, "return": step.return_, **step.advantages}
+            for _, step in steps
+        ]
+        print_rows(("rollout", "step", "return", *names), listed, right=("step", "return", *names))
+        _tell_more(len(apart), len(steps), "steps")
+
+
+def _tell_more(there: int, shown: int, what: str) -> None:
+    if shown < there:
+        note(f"{shown} of {there} {what}; --limit 0 shows all")
