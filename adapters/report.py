@@ -203,7 +203,7 @@ SELECT count(*) AS rollouts, count(*) FILTER (rollout_id IN (SELECT rollout_id F
 
 
 _OTHERS_SQL: Final = """
-SELECT name, count(DISTINCT rollout_id) AS rollouts FROM trusted_rewards WHERE name <> ?
+SELECT name, count(DISTINCT rollout_id) AS rollouts FROM trusted_rewards WHERE NOT list_contains(?, name)
 GROUP BY name ORDER BY rollouts DESC, name
 """
 
@@ -305,9 +305,9 @@ def report(store: Store, *, reward: str = DEFAULT_REWARD) -> StoreReport:
     )
 
 
-def other_rewards(store: Store, reward: str) -> dict[str, int]:
-    """Rollouts by name of a trusted reward that is not this one."""
-    return {row["name"]: row["rollouts"] for row in store.query(_OTHERS_SQL, [reward])}
+def other_rewards(store: Store, *wanted: str) -> dict[str, int]:
+    """Rollouts by name of a trusted reward that is none of these."""
+    return {row["name"]: row["rollouts"] for row in store.query(_OTHERS_SQL, [list(wanted)])}
 
 
 def _objectives(store: Store, reward: str) -> list[Objective]:

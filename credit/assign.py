@@ -14,7 +14,7 @@ Shape letters: N rollouts with a reward, S their steps.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import numpy as np
@@ -22,17 +22,11 @@ from numpy.typing import NDArray
 
 from spangrad.credit.batch import batch_of
 from spangrad.credit.diagnostics import CreditDiagnostics, diagnose
-from spangrad.credit.estimators import (
-    AS_PUBLISHED,
-    AS_PUBLISHED_SETTINGS,
-    EPISODE_TERMS,
-    STEP_TERMS,
-    Batch,
-    both_as_published,
-)
+from spangrad.credit.estimators import BOTH_TERMS, EPISODE_TERMS, STEP_TERMS, Batch, components
 from spangrad.credit.gigpo import NO_ANCHOR
 from spangrad.credit.groups import Floats, pool_statistics
 from spangrad.credit.grpo import Singleton
+from spangrad.credit.rewards import DEFAULT_WEIGHTS
 from spangrad.credit.types import Trajectory
 from spangrad.errors import ConfigError, CreditError
 
@@ -44,9 +38,25 @@ Episode = Literal[
     "reinforce_pp_baseline",
     "reinforce_pp_baseline_as_published",
     "best_of_group",
+    "gdpo",
+    "grpo_per_role",
+    "tree_grpo",
     "none",
 ]
-StepName = Literal["none", "gigpo", "gigpo_as_published", "hgpo", "hgpo_as_published", "leave_one_out_to_go"]
+StepName = Literal[
+    "none",
+    "gigpo",
+    "gigpo_as_published",
+    "hgpo",
+    "hgpo_as_published",
+    "rtmc",
+    "leave_one_out_to_go",
+    "mt_grpo",
+    "per_turn_index_biased",
+    "reinforce_pp",
+    "tree_edges",
+    "treerl",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +65,16 @@ class CreditConfig:
 
     episode: Episode = "grpo"
     """Term that compares whole rollouts of a group. `opo` and `reinforce_pp_baseline_as_published` need to
-    know how many tokens each call sampled."""
+    know how many tokens each call sampled, `grpo_per_role` the agents' names, `tree_grpo` rollouts that
+    branch; `gdpo` scales each reward of `reward_weights` in its group before they are added."""
     step: StepName = "none"
     """Term that compares steps: from the same state (`gigpo`), from the same last states (`hgpo`), or with
     what the others still earn from that step on (`leave_one_out_to_go`). `gigpo_as_published` also takes the
     episode term's statistics over steps, keeps raw singletons and uses ddof 1, as the published code does; it
-    needs episode `grpo`. A group of equal rewards gets zero from all of them."""
+    needs episode `grpo`, and so does `mt_grpo` (one intermediate reward a rollout, apart from the outcome).
+    `rtmc` compares actions of a state; `tree_edges` and `treerl` need rollouts that branch; `reinforce_pp`
+    whitens over the tokens of the batch, whatever the groups; `per_turn_index_biased` is there to compare
+    with. A group of equal rewards gets zero from all of them."""
     step_weight: float = 1.0
     """lambda: weight of the step term; 0 or more."""
     gamma: float = 0.95
@@ -88,18 +102,24 @@ class CreditConfig:
     evidence_prior: float = 0.0
     """k of `gigpo` and `hgpo`: the advantage in a state that n rollouts came through counts n / (n + k). 0
     or more."""
+    value_prior: float = 1.0
+    """How many steps (`rtmc`) or leaves (`tree_edges`) the value of the state before counts for, in that of
+    an action in it; 0 or more."""
+    reward_weights: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_WEIGHTS))
+    """Rewards that count, by name, with their weights: the outcome is their weighted sum, and all must be
+    there. `gdpo` keeps them apart."""
 
     def __post_init__(self) -> None:
         """Check names, ranges, and that every setting that was changed has an effect."""
         if self.episode not in EPISODE_TERMS:
             raise ConfigError(f"episode is {self.episode!r}; expected one of {', '.join(EPISODE_TERMS)}")
-        if self.step not in ("none", AS_PUBLISHED, *STEP_TERMS):
-            names = ", ".join(("none", AS_PUBLISHED, *STEP_TERMS))
+        if self.step not in ("none", *BOTH_TERMS, *STEP_TERMS):
+            names = ", ".join(("none", *BOTH_TERMS, *STEP_TERMS))
             raise ConfigError(f"step is {self.step!r}; expected one of {names}")
         if self.episode == "none" and self.step == "none":
             raise ConfigError("episode and step are both 'none', so nothing gets credit; choose at least one")
-        if self.step == AS_PUBLISHED and self.episode != "grpo":
-            raise ConfigError(f"step {AS_PUBLISHED!r} needs episode 'grpo', not {self.episode!r}")
+        if self.step in BOTH_TERMS and self.episode != "grpo":
+            raise ConfigError(f"step {self.step!r} needs episode 'grpo', not {self.episode!r}")
         if not 0.0 <= self.gamma <= 1.0:
             raise ConfigError(f"gamma is {self.gamma!r}; expected 0 to 1")
         if self.anchors not in ("exact", "similar"):
@@ -108,30 +128,40 @@ class CreditConfig:
             raise ConfigError(f"similarity is {self.similarity!r}; expected 0.5 to 1")
         if self.ddof not in (0, 1):
             raise ConfigError(f"ddof is {self.ddof!r}; expected 0 or 1")
-        for name in ("step_weight", "eps", "history", "history_weight", "evidence_prior"):
+        for name in ("step_weight", "eps", "history", "history_weight", "evidence_prior", "value_prior"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected 0 or more")
+        weights = list(self.reward_weights.values())
+        if not any(weights) or not all(math.isfinite(weight) for weight in weights):
+            raise ConfigError(
+                f"reward_weights is {dict(self.reward_weights)!r}; expected finite weights, not all 0"
+            )
         self._check_effects()
 
     def _check_effects(self) -> None:
         used = self.settings_used()
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value != field.default and field.name not in used:
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if setting.name not in used and value != setting.default:
                 raise ConfigError(
-                    f"{field.name} = {value!r} has no effect with episode {self.episode!r}, step "
+                    f"{setting.name} = {value!r} has no effect with episode {self.episode!r}, step "
                     f"{self.step!r} and anchors {self.anchors!r}; leave it out, or choose what uses it"
                 )
 
     def settings_used(self) -> frozenset[str]:
         """Names of the settings that change what the chosen terms give."""
-        used = frozenset({"episode", "step"})
-        if self.step == AS_PUBLISHED:
-            return used | AS_PUBLISHED_SETTINGS | {"gamma", "step_weight"}
+        used = frozenset({"episode", "step", "reward_weights"})
+        if self.step in BOTH_TERMS:
+            return used | BOTH_TERMS[self.step].settings
         used |= EPISODE_TERMS[self.episode].settings
         if self.step != "none":
-            used |= STEP_TERMS[self.step].settings | {"gamma", "step_weight"}
+            used |= STEP_TERMS[self.step].settings | {"step_weight"}
         return used - {"similarity"} if self.anchors == "exact" else used
+
+    @property
+    def needs_branches(self) -> bool:
+        """Whether a term wants to know which rollouts go on from calls of others."""
+        return self.episode == "tree_grpo" or self.step in ("tree_edges", "treerl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +198,16 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
     the rewards differ by how far they are discounted, which says who was shorter and not who was better.
     """
     _check(trajectories)
-    totals = [trajectory.total_reward for trajectory in trajectories]
+    totals = [_total(trajectory, config) for trajectory in trajectories]
     batch = batch_of(
         [trajectory for trajectory, total in zip(trajectories, totals, strict=True) if total is not None],
         [total for total in totals if total is not None],
         gamma=config.gamma,
         similarity=config.similarity if config.anchors == "similar" else None,
     )
-    is_informative_N = _is_informative(batch, config)
-    advantages_S = _advantages(batch, config, is_informative_N[batch.rollout_index_S])
+    step_S = _step_term(batch, config)
+    is_informative_N = _is_informative(batch, config, step_S)
+    advantages_S = _advantages(batch, config, step_S, is_informative_N[batch.rollout_index_S])
     given = iter(advantages_S.tolist())
     advantages: dict[tuple[str, str], float | None] = {
         (trajectory.rollout_id, step.call_id): None if total is None else next(given)
@@ -218,31 +249,53 @@ def _check(trajectories: Sequence[Trajectory]) -> None:
                 )
 
 
-def _is_informative(batch: Batch, config: CreditConfig) -> NDArray[np.bool_]:
+def _total(trajectory: Trajectory, config: CreditConfig) -> float | None:
+    """The return; None where something that the terms count is missing."""
+    if config.episode == "gdpo" and None in map(trajectory.components.get, config.reward_weights):
+        return None
+    return trajectory.total_reward
+
+
+def _step_term(batch: Batch, config: CreditConfig) -> Floats:
+    """What the step term alone gives, shape (S,); with a term that comes with its episode term: both."""
+    if (both := BOTH_TERMS.get(config.step)) is not None:
+        return both.estimate(batch, config, config.step_weight)
+    if config.step == "none":
+        return np.zeros_like(batch.step_returns_S)
+    return STEP_TERMS[config.step].estimate(batch, config)
+
+
+def _is_informative(batch: Batch, config: CreditConfig, step_S: Floats) -> NDArray[np.bool_]:
     """Whether the rewards of each rollout's group differ: of the rollouts, or of the steps that are compared.
 
     The latter where a step term is asked for: rollouts of equal return can earn it in different steps.
     """
     pools = pool_statistics(batch.returns_N, batch.group_ids_N, ddof=0)
+    differs_N = pools.std_X > 0
+    if config.episode == "gdpo":
+        for returns_N in components(batch, config):
+            differs_N |= pool_statistics(returns_N, batch.group_ids_N, ddof=0).std_X > 0
     if config.step == "none" or not config.step_weight:
-        return pools.std_X > 0
-    pool = STEP_TERMS["gigpo" if config.step == AS_PUBLISHED else config.step].pool(batch)
-    steps = pool_statistics(batch.undiscounted_S, pool, ddof=0)
-    differs_S = (steps.std_X > 0) & (pool != NO_ANCHOR)
-    return (pools.std_X > 0) | (
-        (pools.count_X > 1) & np.isin(batch.group_ids_N, batch.group_ids_S[differs_S])
-    )
+        return differs_N
+    term = BOTH_TERMS[config.step] if config.step in BOTH_TERMS else STEP_TERMS[config.step]
+    if term.pool is None:
+        differs_S = step_S != 0.0
+    else:
+        pool_S = term.pool(batch)
+        differs_S = (pool_statistics(batch.undiscounted_S, pool_S, ddof=0).std_X > 0) & (pool_S != NO_ANCHOR)
+    is_compared_N = (pools.count_X > 1) | term.counts_lone
+    return differs_N | (is_compared_N & np.isin(batch.group_ids_N, batch.group_ids_S[differs_S]))
 
 
-def _advantages(batch: Batch, config: CreditConfig, is_informative_S: NDArray[np.bool_]) -> Floats:
-    if config.step == AS_PUBLISHED:
-        with_steps_S = both_as_published(batch, config, config.step_weight)
-        without_S = both_as_published(batch, config, 0.0)
+def _advantages(
+    batch: Batch, config: CreditConfig, step_S: Floats, is_informative_S: NDArray[np.bool_]
+) -> Floats:
+    if (both := BOTH_TERMS.get(config.step)) is not None:
         counts_N = pool_statistics(batch.returns_N, batch.group_ids_N, ddof=0).count_X
         is_lone_S = counts_N[batch.rollout_index_S] == 1
-        return np.where(is_informative_S, with_steps_S, np.where(is_lone_S, without_S, 0.0))
-    episode_S = EPISODE_TERMS[config.episode].estimate(batch, config)[batch.rollout_index_S]
-    if config.step == "none":
-        return episode_S
-    step_S = STEP_TERMS[config.step].estimate(batch, config)
+        alone_S = np.where(is_lone_S, both.estimate(batch, config, 0.0), 0.0)
+        return np.where(is_informative_S, step_S, alone_S)
+    term = EPISODE_TERMS[config.episode]
+    episode = term.estimate(batch, config)
+    episode_S = episode if term.is_per_step else episode[batch.rollout_index_S]
     return episode_S + config.step_weight * np.where(is_informative_S, step_S, 0.0)

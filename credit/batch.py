@@ -45,6 +45,7 @@ def batch_of(
             similarity=similarity,
         )
     return Batch(
+        trajectories=known,
         returns_N=np.array(returns, dtype=np.float64),
         group_ids_N=group_ids_N,
         tokens_N=np.array([_tokens(trajectory) for trajectory in known], dtype=np.int64),
@@ -54,6 +55,7 @@ def batch_of(
         step_index_S=np.arange(len(steps)) - np.repeat(ends_N - lengths_N, lengths_N),
         anchor_ids_S=anchors_S,
         exact_anchor_ids_S=exact_S,
+        rewards_S=rewards_S,
     )
 
 

@@ -5,23 +5,32 @@ An episode term compares whole rollouts, a step term steps. Knows arrays only.
 Shape letters: N rollouts with a reward, S their steps.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from spangrad.credit.evidence import evidence_weights
+from spangrad.credit.gdpo import gdpo
 from spangrad.credit.gigpo import NO_ANCHOR, gigpo_as_published, pool_ids, step_advantages
-from spangrad.credit.groups import Floats, Ints
+from spangrad.credit.groups import Floats, Ints, labels
 from spangrad.credit.grpo import group_advantages
 from spangrad.credit.hgpo import hgpo, hgpo_as_published
 from spangrad.credit.maxrl import maxrl
 from spangrad.credit.opo import opo
 from spangrad.credit.pass_at_k import best_of_group
-from spangrad.credit.reinforce_pp import reinforce_pp_baseline, reinforce_pp_baseline_as_published
+from spangrad.credit.reinforce_pp import (
+    reinforce_pp,
+    reinforce_pp_baseline,
+    reinforce_pp_baseline_as_published,
+)
 from spangrad.credit.rloo import rloo
-from spangrad.credit.turns import leave_one_out_to_go
+from spangrad.credit.roles import role_advantages
+from spangrad.credit.state_actions import NO_ACTION, state_action_advantages
+from spangrad.credit.tree_terms import tree_edges, tree_grpo, tree_rl
+from spangrad.credit.turns import leave_one_out_to_go, mt_grpo, per_turn_index
+from spangrad.credit.types import Trajectory
 from spangrad.errors import CreditError
 
 if TYPE_CHECKING:
@@ -32,6 +41,8 @@ if TYPE_CHECKING:
 class Batch:
     """What estimators see."""
 
+    trajectories: Sequence[Trajectory]
+    """The rollouts themselves, for terms that need more than what is below."""
     returns_N: Floats
     """Undiscounted return."""
     group_ids_N: Ints
@@ -49,6 +60,8 @@ class Batch:
     """State that the step began in; `NO_ANCHOR`: not known."""
     exact_anchor_ids_S: Ints
     """The same where only equal observations are one state."""
+    rewards_S: Floats
+    """Reward of the step, in the last one with the outcome."""
 
     @property
     def group_ids_S(self) -> Ints:
@@ -61,9 +74,10 @@ class EpisodeTerm:
     """A term for whole rollouts."""
 
     estimate: Callable[[Batch, "CreditConfig"], Floats]
-    """-> advantages, shape (N,)."""
+    """-> advantages, shape (N,), or (S,) if it says something about each step."""
     settings: frozenset[str] = frozenset()
     """Settings of `CreditConfig` that change it."""
+    is_per_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +86,26 @@ class StepTerm:
 
     estimate: Callable[[Batch, "CreditConfig"], Floats]
     """-> advantages, shape (S,)."""
-    pool: Callable[[Batch], Ints]
-    """Which steps are compared with each other, shape (S,); `NO_ANCHOR`: with none."""
+    pool: Callable[[Batch], Ints] | None
+    """Which steps are compared with each other, shape (S,); `NO_ANCHOR`: with none. None: nothing is
+    discounted, so that equal rewards give zeros of themselves."""
     settings: frozenset[str] = frozenset()
-    """Settings of `CreditConfig` that change it, beside `gamma` and `step_weight`."""
+    """Settings of `CreditConfig` that change it, beside `step_weight`."""
+    counts_lone: bool = False
+    """Whether a rollout alone in its group says something: it branches, or the whole batch is compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class BothTerms:
+    """A step term that comes with its own episode term and needs episode `grpo` to stand for it."""
+
+    estimate: Callable[[Batch, "CreditConfig", float], Floats]
+    """(batch, config, step weight) -> advantages, shape (S,)."""
+    pool: Callable[[Batch], Ints] | None
+    """As in `StepTerm`."""
+    settings: frozenset[str]
+    """Settings of `CreditConfig` that change it."""
+    counts_lone: bool = False
 
 
 def _by_anchor(batch: Batch) -> Ints:
@@ -90,9 +120,89 @@ def _by_index(batch: Batch) -> Ints:
 def _tokens(batch: Batch) -> Ints:
     if (batch.tokens_N < 0).any():
         raise CreditError(
-            "a call has no token ids, so its rollout has no length; choose an episode term that needs none"
+            "a call has no token ids, so its rollout has no length; choose a term that needs none"
         )
     return np.maximum(batch.tokens_N, 1)
+
+
+def _steps(batch: Batch, name: str) -> list[Any]:
+    return [getattr(step, name) for each in batch.trajectories for step in each.steps]
+
+
+def _roles(batch: Batch, config: "CreditConfig") -> Floats:
+    roles = _steps(batch, "role")
+    if roles and not any(roles):
+        raise CreditError(
+            "no call of this batch names its agent, so there is one role; choose episode 'grpo', or name"
+            " agents (`gen_ai.agent.name`)"
+        )
+    return role_advantages(
+        batch.returns_N,
+        batch.group_ids_N,
+        batch.rollout_index_S,
+        labels([role or "" for role in roles]),
+        scale_by_std=config.scale_by_std,
+        ddof=config.ddof,
+        eps=config.eps,
+    )
+
+
+def components(batch: Batch, config: "CreditConfig") -> Floats:
+    """The outcome's parts, shape (C, N): those that have a weight, in that order."""
+    if config.step == "none" and any(value is not None for value in _steps(batch, "reward")):
+        raise CreditError(
+            "a step has a reward, and episode 'gdpo' counts outcomes alone (summed over steps, retries would"
+            " be rewarded); choose a step term that counts it, or leave it out"
+        )
+    named = [[each.components.get(name) for each in batch.trajectories] for name in config.reward_weights]
+    return np.array(named, dtype=np.float64).reshape(len(named), len(batch.trajectories))
+
+
+def _gdpo(batch: Batch, config: "CreditConfig") -> Floats:
+    weights_C = np.array(list(config.reward_weights.values()), dtype=np.float64)
+    return gdpo(components(batch, config), batch.group_ids_N, weights_C, ddof=config.ddof, eps=config.eps)
+
+
+def _reinforce_pp(batch: Batch, config: "CreditConfig") -> Floats:
+    _tokens(batch)
+    tokens_S = np.array(_steps(batch, "tokens"), dtype=np.int64)
+    return reinforce_pp(batch.step_returns_S, tokens_S, eps=config.eps)
+
+
+def _rtmc(batch: Batch, config: "CreditConfig") -> Floats:
+    actions = _steps(batch, "action")
+    if actions and not any(actions):
+        raise CreditError("no step of this batch tells what was done; choose a term that needs no actions")
+    known_S = np.array([action is not None for action in actions], dtype=np.bool_)
+    action_ids_S = np.where(known_S, labels([action or "" for action in actions]), NO_ACTION)
+    return state_action_advantages(
+        batch.step_returns_S, batch.group_ids_S, batch.anchor_ids_S, action_ids_S, prior=config.value_prior
+    )
+
+
+def _mt_grpo(batch: Batch, config: "CreditConfig", step_weight: float) -> Floats:
+    intermediate, last = [], []
+    for each in batch.trajectories:
+        given = [(t, step.reward) for t, step in enumerate(each.steps) if step.reward is not None]
+        if len(given) != 1 or each.reward is None:
+            raise CreditError(
+                f"rollout {each.rollout_id!r} has {len(given)} step rewards and outcome {each.reward!r};"
+                " step 'mt_grpo' is for one intermediate reward and an outcome;"
+                " choose 'leave_one_out_to_go' for others"
+            )
+        last.append(given[0][0])
+        intermediate.append(given[0][1])
+    before_N, after_N = mt_grpo(
+        np.array([each.reward for each in batch.trajectories], dtype=np.float64),
+        np.array(intermediate, dtype=np.float64),
+        batch.group_ids_N,
+        turn_weight=step_weight,
+        ddof=config.ddof,
+        eps=config.eps,
+    )
+    rollout_S = batch.rollout_index_S
+    is_before_S = batch.step_index_S <= np.array(last, dtype=np.int64)[rollout_S]
+    return np.where(is_before_S, before_N[rollout_S], after_N[rollout_S])
 
 
 def _gigpo(batch: Batch, config: "CreditConfig") -> Floats:
@@ -167,33 +277,67 @@ EPISODE_TERMS: Final[Mapping[str, EpisodeTerm]] = {
         ),
         frozenset({"scale_by_std", "ddof", "eps"}),
     ),
+    "gdpo": EpisodeTerm(_gdpo, frozenset({"ddof", "eps"})),
+    "grpo_per_role": EpisodeTerm(_roles, frozenset({"scale_by_std", "ddof", "eps"}), is_per_step=True),
+    "tree_grpo": EpisodeTerm(
+        lambda batch, config: tree_grpo(
+            batch.trajectories, batch.group_ids_N, ddof=config.ddof, eps=config.eps
+        ),
+        frozenset({"ddof", "eps"}),
+        is_per_step=True,
+    ),
 }
 
 _ANCHORS: Final = frozenset({"anchors", "similarity", "evidence_prior"})
 
 STEP_TERMS: Final[Mapping[str, StepTerm]] = {
-    "gigpo": StepTerm(_gigpo, _by_anchor, _ANCHORS | {"scale_by_std", "ddof", "eps"}),
+    "gigpo": StepTerm(_gigpo, _by_anchor, _ANCHORS | {"gamma", "scale_by_std", "ddof", "eps"}),
     "hgpo": StepTerm(
-        _hgpo(hgpo, "evidence_prior"), _by_anchor, _ANCHORS | {"history", "history_weight", "eps"}
+        _hgpo(hgpo, "evidence_prior"), _by_anchor, _ANCHORS | {"gamma", "history", "history_weight", "eps"}
     ),
     "hgpo_as_published": StepTerm(
-        _hgpo(hgpo_as_published), _by_anchor, frozenset({"history", "history_weight", "eps"})
+        _hgpo(hgpo_as_published), _by_anchor, frozenset({"gamma", "history", "history_weight", "eps"})
     ),
+    "rtmc": StepTerm(_rtmc, _by_anchor, frozenset({"gamma", "value_prior", "anchors", "similarity"})),
     "leave_one_out_to_go": StepTerm(
         lambda batch, _: leave_one_out_to_go(
             batch.step_returns_S, batch.rollout_index_S, batch.step_index_S, batch.group_ids_N
         ),
         _by_index,
+        frozenset({"gamma"}),
+    ),
+    "per_turn_index_biased": StepTerm(
+        lambda batch, config: per_turn_index(
+            batch.rewards_S,
+            batch.rollout_index_S,
+            batch.step_index_S,
+            batch.group_ids_N,
+            scale_by_std=config.scale_by_std,
+            ddof=config.ddof,
+            eps=config.eps,
+        ),
+        _by_index,
+        frozenset({"scale_by_std", "ddof", "eps"}),
+    ),
+    "reinforce_pp": StepTerm(
+        _reinforce_pp,
+        lambda batch: np.zeros(len(batch.step_returns_S), dtype=np.int64),
+        frozenset({"gamma", "eps"}),
+        counts_lone=True,
+    ),
+    "tree_edges": StepTerm(
+        lambda batch, config: tree_edges(batch.trajectories, batch.group_ids_N, prior=config.value_prior),
+        None,
+        frozenset({"value_prior"}),
+        counts_lone=True,
+    ),
+    "treerl": StepTerm(
+        lambda batch, _: tree_rl(batch.trajectories, batch.group_ids_N), None, counts_lone=True
     ),
 }
 
-AS_PUBLISHED: Final = "gigpo_as_published"
-"""Both terms at once: its episode term is over steps."""
-AS_PUBLISHED_SETTINGS: Final = frozenset({"scale_by_std", "eps"})
 
-
-def both_as_published(batch: Batch, config: "CreditConfig", step_weight: float) -> Floats:
-    """GiGPO as its code computes it, shape (S,)."""
+def _gigpo_as_published(batch: Batch, config: "CreditConfig", step_weight: float) -> Floats:
     return gigpo_as_published(
         batch.returns_N,
         batch.group_ids_N,
@@ -204,3 +348,11 @@ def both_as_published(batch: Batch, config: "CreditConfig", step_weight: float) 
         scale_by_std=config.scale_by_std,
         eps=config.eps,
     )
+
+
+BOTH_TERMS: Final[Mapping[str, BothTerms]] = {
+    "gigpo_as_published": BothTerms(
+        _gigpo_as_published, _by_anchor, frozenset({"gamma", "step_weight", "scale_by_std", "eps"})
+    ),
+    "mt_grpo": BothTerms(_mt_grpo, None, frozenset({"step_weight", "ddof", "eps"})),
+}

@@ -15,6 +15,7 @@ from spangrad.adapters.calls import calls_of
 from spangrad.adapters.model_call import Grade, ModelCall, Purpose
 from spangrad.credit.aggregation import Aggregation, weigh
 from spangrad.credit.assign import CreditConfig, assign
+from spangrad.credit.forks import parents_of
 from spangrad.credit.pairs import Preferred
 from spangrad.credit.rendered import REWRITTEN, Render, count_rewritten, rendered, with_unknown_tools
 from spangrad.credit.rewards import DEFAULT_AUTHORS, RolloutRewards, by_rollout, rewards_of
@@ -75,7 +76,8 @@ def credited_rows(
         config: Estimators. None: no rewards are needed and every call gets advantage 1 (cloning).
         min_grade: Calls with a worse grade are refused; they stay context.
         authors: Whose rewards count.
-        reward_weights: Name -> weight of the rewards that are summed; by default the one called `reward`.
+        reward_weights: Name -> weight of the rewards that are summed; by default those of `config`, without
+            one the reward called `reward`.
         aggregation: As in `weigh`.
         constant: As in `weigh`.
         policy_version: Current version, for the staleness of samples.
@@ -99,6 +101,8 @@ def credited_rows(
             for rollout in ended
             if not _is_stale(calls_by_rollout[rollout.rollout_id], policy_version, max_staleness, refused)
         ]
+    if config is not None and reward_weights is not None:
+        config = replace(config, reward_weights=reward_weights)
     trajectories = trajectories_of(
         store,
         ended,
@@ -159,13 +163,16 @@ def trajectories_of(
 ) -> list[Trajectory]:
     """The rollouts as the estimators of `config` take them; the arguments are those of `credited_rows`."""
     ids = [rollout.rollout_id for rollout in rollouts]
+    if reward_weights is None and config is not None:
+        reward_weights = config.reward_weights
     given = by_rollout(store.rewards(ids) if ids and with_rewards else ())
+    parents = parents_of(rollouts, calls_by_rollout) if config is not None and config.needs_branches else {}
     found: list[Trajectory] = []
     for rollout in rollouts:
         calls = calls_by_rollout[rollout.rollout_id]
         mine = given.get(rollout.rollout_id, ())
         rewards = rewards_of(rollout, mine, calls, authors=authors, weights=reward_weights)
-        found.append(_trajectory(rollout, calls, rewards, config))
+        found.append(_trajectory(rollout, calls, rewards, config, parents))
     return found
 
 
@@ -229,7 +236,11 @@ def _ended(rollouts: Sequence[Rollout], refused: list[Refused]) -> list[Rollout]
 
 
 def _trajectory(
-    rollout: Rollout, calls: Sequence[ModelCall], rewards: RolloutRewards, config: CreditConfig | None
+    rollout: Rollout,
+    calls: Sequence[ModelCall],
+    rewards: RolloutRewards,
+    config: CreditConfig | None,
+    parents: Mapping[str, str],
 ) -> Trajectory:
     return trajectory_of(
         calls,
@@ -238,6 +249,8 @@ def _trajectory(
         group_id=rollout.group_id,
         step_rewards=rewards.steps,
         with_observations=config is not None and config.anchors == "similar",
+        components=rewards.components,
+        parents=parents,
     )
 
 

@@ -9,11 +9,11 @@ Rules, in this order:
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
-from spangrad.adapters.model_call import Grade, ModelCall, Purpose
-from spangrad.credit.transitions import trajectory_of
+from spangrad.adapters.model_call import ModelCall
+from spangrad.credit.transitions import acts, trajectory_of
 from spangrad.store.records import DEFAULT_REWARD, Reward, RewardAuthor, Rollout
 
 DEFAULT_AUTHORS: Final = (str(RewardAuthor.EVALUATOR), str(RewardAuthor.OPERATOR))
@@ -30,6 +30,8 @@ class RolloutRewards:
     """None: a wanted reward is missing."""
     steps: Mapping[str, float]
     """call_id -> reward of that call."""
+    components: Mapping[str, float | None] = field(default_factory=dict)
+    """Wanted name -> what the outcome got of it, without its weight."""
 
 
 def by_rollout(given: Iterable[Reward]) -> dict[str, list[Reward]]:
@@ -59,7 +61,7 @@ def rewards_of(
         weights: Name -> weight; by default `reward` alone, with weight 1.
     """
     wanted = DEFAULT_WEIGHTS if weights is None else weights
-    acting = sorted((call for call in calls if _acts(call)), key=lambda call: call.start_ns)
+    acting = sorted((call for call in calls if acts(call)), key=lambda call: call.start_ns)
     call_ids = {
         f"{call.trace_id}-{above}": call.call_id for call in acting for above in call.ancestor_span_ids
     }
@@ -81,15 +83,14 @@ def rewards_of(
     best: dict[tuple[str | None, str, str | None], float] = {}
     for (about, _), value in sorted(latest.items(), key=lambda item: PRECEDENCE.index(item[0][1])):
         best[about] = value
-    outcome = [best.get((None, name, None)) for name in wanted]
-    known = [
-        weight * value for weight, value in zip(wanted.values(), outcome, strict=True) if value is not None
-    ]
+    components = {name: best.get((None, name, None)) for name in wanted}
+    known = [wanted[name] * value for name, value in components.items() if value is not None]
     steps: dict[str, float] = {}
     for (call_id, name, _), value in best.items():
         if call_id is not None:
             steps[call_id] = steps.get(call_id, 0.0) + wanted[name] * value
-    return RolloutRewards(sum(known) if len(known) == len(wanted) and known else None, steps)
+    outcome = sum(known) if len(known) == len(wanted) and known else None
+    return RolloutRewards(outcome, steps, components)
 
 
 def total_reward(
@@ -105,7 +106,3 @@ def total_reward(
     return trajectory_of(
         calls, rewards.outcome, rollout_id=rollout.rollout_id, step_rewards=rewards.steps
     ).total_reward
-
-
-def _acts(call: ModelCall) -> bool:
-    return call.purpose is Purpose.AGENT and call.is_trained_policy and call.grade is not Grade.UNUSABLE

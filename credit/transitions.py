@@ -20,6 +20,7 @@ import numpy as np
 from spangrad.adapters.call_tree import CallNode, CallTree, in_order
 from spangrad.adapters.grading import MISSING_LOGPROB, at_least, reason_kind, worst
 from spangrad.adapters.model_call import Grade, ModelCall, Purpose
+from spangrad.credit.actions import action_of
 from spangrad.credit.aggregation import weigh
 from spangrad.credit.anchors import anchor_of, observation_of
 from spangrad.credit.transition import CallSegment, Transition
@@ -54,6 +55,11 @@ def untrained_because(call: ModelCall) -> str | None:
     if call.purpose is not Purpose.AGENT:
         return f"purpose is not to act: {call.purpose}"
     return None if call.is_trained_policy else "frozen policy"
+
+
+def acts(call: ModelCall) -> bool:
+    """Whether it is a step: the trained policy acting, to an end."""
+    return untrained_because(call) is None and call.grade is not Grade.UNUSABLE
 
 
 def require_grade(
@@ -93,6 +99,8 @@ def trajectory_of(
     group_id: str | None = None,
     step_rewards: Mapping[str, float] | None = None,
     with_observations: bool = False,
+    components: Mapping[str, float | None] | None = None,
+    parents: Mapping[str, str] | None = None,
 ) -> Trajectory:
     """The steps of one rollout: its calls by the trained policy that came to an end, in order.
 
@@ -103,6 +111,8 @@ def trajectory_of(
         group_id: Rollouts that it is compared with.
         step_rewards: call_id -> reward of that step.
         with_observations: Whether steps know what the policy saw, for anchors by similarity.
+        components: The outcome's parts by name.
+        parents: call_id -> call that it goes on from, where that is not the one before it.
     """
     given = step_rewards or {}
     steps = [
@@ -113,12 +123,15 @@ def trajectory_of(
             reward=given.get(call.call_id),
             tokens=_sampled_tokens(call),
             observation=observation_of(call) if with_observations else None,
+            role=call.agent_name,
+            action=action_of(call),
+            parent=(parents or {}).get(call.call_id),
         )
         for index, call in enumerate(in_order(calls))
-        if untrained_because(call) is None and call.grade is not Grade.UNUSABLE
+        if acts(call)
     ]
     name = rollout_id or next((_rollout_of(call) for call in calls), "")
-    return Trajectory(name, group_id, reward, steps)
+    return Trajectory(name, group_id, reward, steps, components or {})
 
 
 def _sampled_tokens(call: ModelCall) -> int | None:

@@ -1,8 +1,8 @@
 """What an estimator sees of the world: numbers, groups and anchors. No tokens, no text."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,12 @@ class Step:
     """Tokens that were sampled in it; None: not known."""
     observation: str | None = None
     """Text that the policy saw, where nearly equal ones are one state; None: only an equal anchor is."""
+    role: str | None = None
+    """Agent that acted; None: nobody named it."""
+    action: str | None = None
+    """Hash of what was done; equal actions of one state lead on alike. None: not known."""
+    parent: str | None = None
+    """call_id of the step that it goes on from, in any rollout of the group; None: the one before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,8 @@ class Trajectory:
     reward: float | None
     """Of the outcome, given when the last step is over. None: nobody gave one, which is not 0."""
     steps: Sequence[Step]
+    components: Mapping[str, float | None] = field(default_factory=dict)
+    """The outcome's parts by name, without their weights; `reward` is their weighted sum."""
 
     @property
     def total_reward(self) -> float | None:

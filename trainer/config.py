@@ -325,7 +325,10 @@ def _value(hint: Any, value: Any, *, where: str) -> Any:
     if origin is not None:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where} is {value!r}, expected a table")
-        return {str(key): str(entry) for key, entry in value.items()}
+        item = typing.get_args(hint)[1]
+        if item is str:
+            return {str(key): str(entry) for key, entry in value.items()}
+        return {str(key): _value(item, entry, where=f"{where}.{key}") for key, entry in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):

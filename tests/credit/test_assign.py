@@ -5,11 +5,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from spangrad.credit.assign import CreditConfig, assign
-from spangrad.credit.estimators import AS_PUBLISHED, EPISODE_TERMS, STEP_TERMS
+from spangrad.credit.estimators import BOTH_TERMS, EPISODE_TERMS, STEP_TERMS
 from spangrad.credit.types import Step, Trajectory
 from spangrad.errors import ConfigError, CreditError
 
@@ -21,13 +21,24 @@ def trajectory(
     group: str | None = "g",
     rewards: list[float | None] | None = None,
     tokens: int | None = None,
+    parent: str | None = None,
 ) -> Trajectory:
     given_rewards: list[float | None] = rewards or [None] * len(anchors)
     steps = [
-        Step(f"{name}-{t}", t, None if a == "-" else a, r, tokens, SEEN.get({"b": "u", "c": "v"}.get(a, a)))
+        Step(
+            f"{name}-{t}",
+            t,
+            anchor=None if a == "-" else a,
+            reward=r,
+            tokens=tokens,
+            observation=SEEN.get({"b": "u", "c": "v"}.get(a, a)),
+            role=("planner", "coder")[t % 2],
+            action=name[-1],
+            parent=None if t else parent,
+        )
         for t, (a, r) in enumerate(zip(anchors, given_rewards, strict=True))
     ]
-    return Trajectory(name, group, reward, steps)
+    return Trajectory(name, group, reward, steps, {"reward": reward})
 
 
 def test_every_step_gets_the_advantage_of_its_rollout():
@@ -236,8 +247,8 @@ TERMS: list[dict[str, Any]] = [
         for step in ("none", *STEP_TERMS)
         if (episode, step) != ("none", "none")
     ),
-    {"episode": "grpo", "step": AS_PUBLISHED},
     *({"episode": "grpo", "step": step, "anchors": "similar"} for step in ("gigpo", "hgpo")),
+    *({"episode": "grpo", "step": both} for both in BOTH_TERMS),
 ]
 CHANGED: dict[str, Any] = {
     "step_weight": 0.25,
@@ -251,16 +262,34 @@ CHANGED: dict[str, Any] = {
     "anchors": "similar",
     "similarity": 0.5,
     "evidence_prior": 1.0,
+    "value_prior": 0.5,
+    "reward_weights": {"reward": 1.0, "format": 2.0},
 }
 LONG = "You are in a room with a door to the north, a lamp, a rusty key and a letter on the table."
 SEEN = {"u": f"{LONG} It is 10:01.", "v": f"{LONG} It is 10:02.", "s": f"{LONG[:60]} {'Nothing. ' * 4}"}
 """u and v are similar, s has half of its text in common with them."""
+PARENTS = {"b0": "a0", "c0": "a1", "e0": "d0", "k1": "i0"}
+"""What goes on from another call than the one before it."""
 RICH = [
     Trajectory(
         name,
         group,
         reward,
-        [Step(f"{name}{t}", t, a, r, n, SEEN.get(a, a)) for t, (a, r, n) in enumerate(steps)],
+        [
+            Step(
+                f"{name}{t}",
+                t,
+                a,
+                r,
+                n,
+                SEEN.get(a, a),
+                ("planner", "coder")[n % 2],
+                "xyz"[t],
+                PARENTS.get(f"{name}{t}"),
+            )
+            for t, (a, r, n) in enumerate(steps)
+        ],
+        {"reward": reward, "format": float("adik".find(name) % 3)},
     )
     for name, group, reward, steps in (
         ("a", "g", 1.0, [("s", 0.0, 3), ("t", 0.5, 1), ("u", 0.0, 2)]),
@@ -277,6 +306,21 @@ RICH = [
 ]
 
 
+def rich_for(terms: dict[str, Any]) -> list[Trajectory]:
+    """The rich batch with those step rewards that the terms take."""
+    kept: list[list[float | None]]
+    if terms["step"] == "mt_grpo":
+        kept = [[0.25 * (n % 3), *[None] * (len(one.steps) - 1)] for n, one in enumerate(RICH)]
+    elif terms == {"episode": "gdpo", "step": "none"}:
+        kept = [[None] * len(one.steps) for one in RICH]
+    else:
+        return RICH
+    return [
+        replace(one, steps=[replace(step, reward=r) for step, r in zip(one.steps, rewards, strict=True)])
+        for one, rewards in zip(RICH, kept, strict=True)
+    ]
+
+
 def test_every_setting_is_walked():
     assert {field.name for field in fields(CreditConfig)} == {"episode", "step", *CHANGED}
 
@@ -284,18 +328,21 @@ def test_every_setting_is_walked():
 @pytest.mark.parametrize("terms", TERMS)
 def test_every_setting_changes_something_or_is_refused(terms):
     config = CreditConfig(**terms)
-    before = assign(RICH, config).advantages
+    batch = rich_for(terms)
+    before = assign(batch, config).advantages
     for name, changed in CHANGED.items():
         value: Any = changed if changed != terms.get(name) else getattr(CreditConfig(), name)
+        if name == "reward_weights" and terms["episode"] != "gdpo":
+            continue  # They are in `Trajectory.reward`: tests/credit/test_pipeline.py
         if name not in config.settings_used():
             with pytest.raises(ConfigError, match=f"^{name} = .* has no effect with episode"):
                 replace(config, **{name: value})
         else:
-            assert assign(RICH, replace(config, **{name: value})).advantages != before, name
+            assert assign(batch, replace(config, **{name: value})).advantages != before, name
 
 
 def test_every_combination_gives_something_else():
-    found = [tuple(assign(RICH, CreditConfig(**terms)).advantages.values()) for terms in TERMS]
+    found = [tuple(assign(rich_for(terms), CreditConfig(**terms)).advantages.values()) for terms in TERMS]
     assert len(set(found)) == len(TERMS)
 
 
@@ -306,6 +353,7 @@ def test_terms_that_need_lengths_say_so():
             assign(batch, CreditConfig(episode=episode))
 
 
+TREES = {"tree_grpo", "tree_edges", "treerl"}
 anchors_of_groups = st.lists(st.lists(st.text("abc-", max_size=5), min_size=2, max_size=5), max_size=4)
 credits = st.sampled_from(TERMS)
 
@@ -325,8 +373,20 @@ def test_equal_rewards_give_zero_for_every_estimator_and_discount(groups, reward
     used = CreditConfig(**credit).settings_used()
     wanted = {"gamma": gamma, "scale_by_std": scale, "ddof": ddof}
     config = CreditConfig(**credit, **{name: value for name, value in wanted.items() if name in used})
+    if credit["step"] == "mt_grpo" or TREES & set(credit.values()):
+        groups = [["a" + anchors for anchors in members] for members in groups]
+        assume(groups or credit["step"] == "mt_grpo")
+    one_reward: list[float | None] = [0.5] if credit["step"] == "mt_grpo" else [None]
     batch = [
-        trajectory(f"r{g}-{i}", reward, anchors, f"g{g}", tokens=1)
+        trajectory(
+            f"r{g}-{i}",
+            reward,
+            anchors,
+            f"g{g}",
+            rewards=(one_reward + [None] * len(anchors))[: len(anchors)],
+            tokens=1,
+            parent=f"r{g}-0-0" if i else None,
+        )
         for g, members in enumerate(groups)
         for i, anchors in enumerate(members)
     ]

@@ -109,6 +109,36 @@ def test_a_rollout_without_a_reward_is_refused_and_left_out_of_the_mean(store):
     assert batch.diagnostics["rollouts/missing_reward"] == 1
 
 
+def test_rewards_add_up_by_the_weights_of_the_config_and_gdpo_keeps_them_apart(store):
+    rollouts = filled(store, {"good": 1.0, "bad": 0.0, "half": 1.0})
+    lengths = [Reward("good", 10.0, "brief"), Reward("bad", 10.0, "brief")]
+    store.put_rewards(lengths, author=RewardAuthor.EVALUATOR)
+    weights = {"reward": 2.0, "brief": -0.1}
+    batch = credited_rows(store, rollouts, dataclasses.replace(PLAIN, reward_weights=weights))
+    assert [row.advantages.max() for row in batch.rows] == [1.0, 0.0]  # 2 - 1 and 0 - 1
+    assert [r.reason for r in batch.refused] == ["reward is missing"] * 2
+    apart = credited_rows(store, rollouts, CreditConfig(episode="gdpo", reward_weights=weights, eps=0.0))
+    assert [row.advantages.max() for row in apart.rows] == [1.0, 0.0]  # brief says nothing: +1, -1 in std
+
+
+def test_a_rollout_that_goes_on_from_a_call_of_another_one_is_a_branch_of_it(store):
+    filled(store, {"trunk": 1.0})
+    store.enqueue([Rollout("branch", group_id="g", run_id="run", task_id="t")])
+    (claimed,) = store.claim(worker="w", limit=1)
+    names = {c.ROLLOUT_ID: "branch", c.ATTEMPT: 0}
+    told = {c.INPUT_MESSAGES: chat("q", "x", "obs"), **token_attributes((1, 2, 3, 4, 5), (9,), version=5)}
+    root = span("r", trace="9", attributes={**names, c.SPAN_ROLE: "rollout"})
+    own = span("z", trace="9", parent="r", start_ns=90, attributes=text_attributes(**names, **told))
+    store.put_otlp(encode_request([root, own]))
+    store.finish("branch", claimed.attempt)
+    store.put_rewards([Reward("branch", 0.0, attempt=0)], author=RewardAuthor.EVALUATOR)
+    config = CreditConfig(episode="none", step="tree_edges", value_prior=0.0)
+    rows = credited_rows(store, store.rollouts(run_id="run"), config).rows
+    found = {row.rollout_id: row.advantages[row.action_mask].tolist() for row in rows}
+    # The first call of the trunk leads to 1 and to 0; what follows it decides.
+    assert found == {"trunk": [0.0, 0.0, 0.5], "branch": [-0.5]}
+
+
 def test_a_reward_from_the_agents_own_key_does_not_count_unless_asked(store):
     rollouts = filled(store, {"good": None, "bad": None})
     store.put_rewards([Reward("good", 1.0), Reward("bad", 0.0)], author=RewardAuthor.AGENT)

@@ -67,5 +67,7 @@ def test_another_reward_counts_where_it_is_asked_for(store: FileStore) -> None:
     assert (found.rewarded_rollouts, found.other_rewards) == (1, {"speed": 1})
     needing = {objective.objective: objective.calls for objective in found.objectives}
     assert needing["preferences: DPO, KTO"] == 2
-    outcomes = outcomes_by(store, DEFAULT_AUTHORS, "style")(store.rollouts(), {"r": calls_of(store, ["r"])})
+    outcomes = outcomes_by(store, DEFAULT_AUTHORS, {"style": 1.0})(
+        store.rollouts(), {"r": calls_of(store, ["r"])}
+    )
     assert outcomes == {"r": 0.5}

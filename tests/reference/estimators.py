@@ -196,3 +196,18 @@ def leaves_below(parents: Sequence[int], node: int) -> list[int]:
     """Leaves below a node, itself if it is one."""
     children = [child for child, parent in enumerate(parents) if parent == node]
     return [leaf for child in children for leaf in leaves_below(parents, child)] if children else [node]
+
+
+def state_action_advantages(steps, *, prior, no_anchor, no_action):
+    """RTMC by counting, step by step: (return, group, anchor, action) each."""
+    found = []
+    for g, group, anchor, action in steps:
+        here = [s for s in steps if s[1:3] == (group, anchor)]
+        alike = [s[0] for s in here if s[3] == action] if action != no_action else [g]
+        if anchor == no_anchor:
+            found.append(0.0)
+            continue
+        v = sum(s[0] for s in here) / len(here)
+        q = (sum(alike) + prior * v) / (len(alike) + prior)
+        found.append(q - v)
+    return found

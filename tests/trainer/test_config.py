@@ -104,6 +104,14 @@ def test_a_wrong_value_is_shown_with_what_was_expected(tmp_path, line, says):
     assert says in str(caught.value)
 
 
+def test_weights_of_rewards_are_numbers_by_name(tmp_path):
+    weighted = MINIMAL + "[credit]\nreward_weights = {{reward = 1, format = {}}}\n"
+    config = load_config(write(tmp_path, weighted.format("0.5")))
+    assert config.credit.reward_weights == {"reward": 1.0, "format": 0.5}
+    with pytest.raises(ConfigError, match=r"reward_weights\.format is 'half', expected float"):
+        load_config(write(tmp_path, weighted.format('"half"')))
+
+
 AGENT = {"function": "a.py:run", "tasks": "t.jsonl", "reward": "r.py:reward"}
 REQUIRED = {RunConfig: {"id": "r"}, AgentConfig: AGENT, WarmStartConfig: {"expert": "e.py:serve"}}
 OUT_OF_RANGE = [
@@ -130,6 +138,7 @@ OUT_OF_RANGE = [
     (CreditConfig, "history_weight", -1.0, "0 or more"),
     (CreditConfig, "similarity", 0.4, "0.5 to 1"),
     (CreditConfig, "evidence_prior", -1.0, "0 or more"),
+    (CreditConfig, "value_prior", -1.0, "0 or more"),
     (LearnerConfig, "dtype", "float16", "one of float32, bfloat16"),
     (LearnerConfig, "device", "gpu", "cpu, cuda or cuda:N"),
     (LearnerConfig, "lr", -1.0, "more than 0"),

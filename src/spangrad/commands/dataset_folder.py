@@ -86,7 +86,7 @@ def write_dataset(folder: Path, store: Store, order: Order) -> Card:
         sides, refused = {"all": side}, Refused()
     else:
         with progress_bar("choosing") as progress:
-            outcomes = outcomes_by(store, order.credit.authors, order.credit.reward)
+            outcomes = outcomes_by(store, order.credit.authors, order.credit.weights)
             selection = select(store, wanted, order.filters, outcomes, progress)
         sides, refused = _write(folder, store, order, selection, wanted, scanner), selection.refused
     card = Card(
@@ -147,7 +147,7 @@ def _told(order: Order) -> dict[str, Any]:
         "run": order.run,
         **filters,
         "authors": list(order.credit.authors),
-        "reward": order.credit.reward,
+        "reward": ", ".join(order.credit.weights),
         "clone": order.credit.config is None,
         "keep_unknown_tools": order.credit.keep_unknown_tools,
         "keep_secrets": order.keep_secrets or order.is_copy,
@@ -162,8 +162,8 @@ def _notes(store: Store, order: Order, sides: Mapping[str, Side]) -> tuple[str, 
     thought = sum(side.with_reasoning for side in sides.values())
     if thought and form is not None and form.drops_reasoning:
         notes.append(f"reasoning of {thought} calls is left out: the format has no place for it")
-    if order.credit.config is not None and (others := other_rewards(store, order.credit.reward)):
-        notes.append(other_names(order.credit.reward, others))
+    if order.credit.config is not None and (others := other_rewards(store, *order.credit.weights)):
+        notes.append(other_names(order.credit.weights, others))
     unknown = sum(side.reasons[TOOLS_UNKNOWN] for side in sides.values())
     if unknown and (form is not None or order.credit.keep_unknown_tools):
         notes.append(

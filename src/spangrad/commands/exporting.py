@@ -5,6 +5,7 @@ Knows options, which of them go together, and what is told at the end; `dataset_
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -174,6 +175,8 @@ def _credit(
 
         settings = load_config(config)
         credit, authors = settings.credit, settings.rollout.reward_authors
+    if reward != DEFAULT_REWARD:
+        credit = replace(credit, reward_weights={reward: 1.0})
     if keep_unknown_tools and not (tokenizer and clone):
         raise ConfigError(KEEPS_WITHOUT_RENDERING)
     render = None

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -184,6 +185,8 @@ def transitions(
         if not (rollout or split):
             wanted = trained_on(wanted, clone=clone)
         credit = CreditConfig() if settings is None else settings.credit
+        if reward != DEFAULT_REWARD:
+            credit = replace(credit, reward_weights={reward: 1.0})
         authors = DEFAULT_AUTHORS if settings is None else settings.rollout.reward_authors
         compared = [wanted] if clone else _with_groups(opened_store, wanted)
         batches = [
@@ -193,14 +196,13 @@ def transitions(
                 None if clone else credit,
                 min_grade=grade,
                 authors=author or authors,
-                reward_weights={reward: 1.0},
                 aggregation="rollout-token-mean" if settings is None else settings.rollout.aggregation,
                 constant=None if settings is None else settings.rollout.aggregation_tokens,
                 render=render,
             )
             for part in compared
         ]
-        others = {} if clone else other_rewards(opened_store, reward)
+        others = {} if clone else other_rewards(opened_store, *credit.reward_weights)
     every = [row for one in batches for row in one.rows]
     splits = {found.rollout_id: found.split for found in wanted}
     shown = [row for row in every if row.rollout_id in splits]
@@ -221,7 +223,7 @@ def transitions(
     _tell_measured([found for found in wanted if is_measured(found)])
     _tell_refused(batches, splits, render)
     if others:
-        note(other_names(reward, others))
+        note(other_names(credit.reward_weights, others))
 
 
 _REASONS_SHOWN: Final = 10

@@ -5,7 +5,7 @@ Importing this module loads nothing heavy; the functions do, when a command call
 
 import logging
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import util
 from pathlib import Path
@@ -107,10 +107,11 @@ def _read_traces(store: "Store") -> None:
     account_unread(store)
 
 
-def other_names(reward: str, others: Mapping[str, int]) -> str:
-    """What else than this reward was given, and how it can be asked for."""
+def other_names(wanted: Collection[str], others: Mapping[str, int]) -> str:
+    """What else than these rewards was given, and how it can be asked for."""
+    counts = ", ".join(map(repr, wanted))
     told = ", ".join(f"{name!r} ({count} rollouts)" for name, count in others.items())
-    return f"what counts is the reward {reward!r}; others that were given: {told}; --reward NAME asks for one"
+    return f"what counts is the reward {counts}; others that were given: {told}; --reward NAME asks for one"
 
 
 def require(purpose: str, *extras: str) -> None:

@@ -109,7 +109,7 @@ def report(
             " can train has none of their calls"
         )
     if found.other_rewards:
-        note(other_names(reward, found.other_rewards))
+        note(other_names([reward], found.other_rewards))
     if found.unread_traces:
         note(
             f"{found.unread_traces} traces got spans that are not counted yet: a hub reads them when nothing"

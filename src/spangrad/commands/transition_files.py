@@ -48,15 +48,20 @@ class Credit:
     authors: Sequence[str]
     """Whose rewards count."""
     reward: str = DEFAULT_REWARD
-    """Name of the reward that counts."""
+    """Name of the reward that counts where there is no config."""
     render: Render | None = None
     """Gives calls of grade text their ids, and checks those of others."""
     keep_unknown_tools: bool = False
     """Whether it renders calls whose tools nobody recorded."""
 
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Rewards that count, by name, with their weights."""
+        return {self.reward: 1.0} if self.config is None else self.config.reward_weights
 
-def outcomes_by(store: Store, authors: Sequence[str], reward: str = DEFAULT_REWARD) -> Outcomes:
-    """What rollouts got of the reward of that name, by the authors that count."""
+
+def outcomes_by(store: Store, authors: Sequence[str], weights: Mapping[str, float] | None = None) -> Outcomes:
+    """What rollouts got of the rewards that count, by the authors that count."""
 
     def outcomes(
         rollouts: Sequence[Rollout], calls: Mapping[str, Sequence[ModelCall]]
@@ -68,7 +73,7 @@ def outcomes_by(store: Store, authors: Sequence[str], reward: str = DEFAULT_REWA
                 given.get(one.rollout_id, ()),
                 calls[one.rollout_id],
                 authors=authors,
-                weights={reward: 1.0},
+                weights=weights,
             )
             for one in rollouts
         }
@@ -149,7 +154,6 @@ class TransitionWriter:
             self._credit.config,
             min_grade=str(self._filters.min_grade),
             authors=self._credit.authors,
-            reward_weights={self._credit.reward: 1.0},
             render=self._credit.render,
         )
         calls = {call.call_id: call for call in batch.calls if call.rollout_id in by_id}
