@@ -103,6 +103,7 @@ def credited_rows(
         ]
     if config is not None and reward_weights is not None:
         config = replace(config, reward_weights=reward_weights)
+    needs_rewards = config is not None or prefer is not None
     trajectories = trajectories_of(
         store,
         ended,
@@ -110,9 +111,9 @@ def credited_rows(
         config,
         authors=authors,
         reward_weights=reward_weights,
-        with_rewards=config is not None or prefer is not None,
+        with_rewards=needs_rewards,
     )
-    advantages, diagnostics = _credit(trajectories, config)
+    advantages, diagnostics = _credit(trajectories, config, is_scored=needs_rewards)
     rows: list[Transition] = []
     notes: Counter[str] = Counter()
     for rollout, trajectory in zip(ended, trajectories, strict=True):
@@ -255,7 +256,7 @@ def _trajectory(
 
 
 def _credit(
-    trajectories: Sequence[Trajectory], config: CreditConfig | None
+    trajectories: Sequence[Trajectory], config: CreditConfig | None, *, is_scored: bool
 ) -> tuple[Mapping[tuple[str, str], float | None], Mapping[str, float]]:
     if config is not None:
         result = assign(trajectories, config)
@@ -263,7 +264,10 @@ def _credit(
     ones: dict[tuple[str, str], float | None] = {
         (trajectory.rollout_id, step.call_id): 1.0 for trajectory in trajectories for step in trajectory.steps
     }
-    return ones, {"rollouts/all": float(len(trajectories))}
+    if not is_scored:
+        return ones, {"rollouts/all": float(len(trajectories))}
+    metrics = assign(trajectories, CreditConfig()).diagnostics.metrics()
+    return ones, {name: value for name, value in metrics.items() if not name.startswith("advantage/")}
 
 
 def _rows(

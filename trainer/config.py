@@ -6,6 +6,7 @@
     [agent]    the agent, its tasks and its reward
     [rollout]  how many rollouts an update learns from
     [credit]   estimators (spangrad.credit.CreditConfig)
+    [preference]  which rollouts are better (spangrad.trainer.preference_config.PreferenceConfig)
     [learner]  optimizer and loss (spangrad.trainer.learning.learner.LearnerConfig)
     [eval]     held-out evaluation
 
@@ -27,6 +28,7 @@ from spangrad.credit.aggregation import Aggregation
 from spangrad.credit.assign import CreditConfig
 from spangrad.errors import ConfigError
 from spangrad.trainer.learning.learner_config import LearnerConfig, require
+from spangrad.trainer.preference_config import PreferenceConfig, check_effects
 
 T = TypeVar("T")
 
@@ -197,10 +199,17 @@ class TrainConfig:
     serving: ServingConfig = field(default_factory=ServingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     credit: CreditConfig = field(default_factory=CreditConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     base_dir: str = "."
     """Folder that relative paths start from."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that the objective does not use."""
+        aggregation = self.rollout.aggregation
+        is_weighed = aggregation != RolloutConfig.__dataclass_fields__["aggregation"].default
+        check_effects(self.learner, self.credit, self.preference, is_weighed=is_weighed)
 
     @property
     def folder(self) -> Path:

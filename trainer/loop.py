@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spangrad.adapters.model_call import Grade, ModelCall
-from spangrad.credit.pipeline import CreditedBatch, credited_rows
+from spangrad.credit.pipeline import CreditedBatch
 from spangrad.credit.transition import Transition
 from spangrad.errors import ConfigError, EmptyBatchError, StoreError
 from spangrad.store import open_store
@@ -34,15 +33,14 @@ from spangrad.store.base import Store
 from spangrad.store.records import Policy, Rollout, Update
 from spangrad.trainer.cluster import call, start_learner, start_ray
 from spangrad.trainer.config import TrainConfig, resolve
+from spangrad.trainer.crediting import Crediting
 from spangrad.trainer.evaluation import Evaluation, evaluate
 from spangrad.trainer.learning import checkpoint
-from spangrad.trainer.learning.vocabulary import check_size
 from spangrad.trainer.plugins import load_tasks
 from spangrad.trainer.resuming import claim_folder, continues, load_keys, repair, update_from_json
 from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, update_rollouts, worker_config
 from spangrad.trainer.rollouts.worker import WorkerReport
 from spangrad.trainer.serving.publish import prove, publish, served_logprobs, served_version
-from spangrad.trainer.serving.weight_files import check_model_folder
 from spangrad.user_code import load_callable
 
 logger = logging.getLogger(__name__)
@@ -97,7 +95,7 @@ class Run:
         if not model:
             raise ConfigError("serving.model is empty; name the folder of the model that the run starts from")
         self._model = resolve(model, config.base_dir)
-        self._vocab_size: int | None = check_model_folder(self._model).get("vocab_size")
+        self._crediting = Crediting(config, self._model)
         self._reward = load_callable(config.agent.reward, config.base_dir)
         load_tasks(config.agent.tasks, "train", 1, seed=0, base_dir=config.base_dir)
         self.store: Store = open_store(config.hub.url, self.keys.trainer)
@@ -174,32 +172,15 @@ class Run:
                 if report.first_error is not None:
                     logger.warning("update %d: %s", self.update_index, report.first_error)
             credit_started = time.monotonic()
-            batch = credited_rows(
-                self.store,
-                seen,
-                self.config.credit,
-                min_grade="exact",
-                authors=config.reward_authors,
-                policy_version=self.policy_version,
-                max_staleness=config.max_staleness,
-                aggregation=config.aggregation,
-                constant=config.aggregation_tokens,
-                render=self._checked,
-            )
+            batch = self._crediting.rows(self.store, seen, self.policy_version)
             credit_s += time.monotonic() - credit_started
-            if any(np.any(row.advantages[row.action_mask] != 0) for row in batch.rows):
+            if self._crediting.has_signal(batch):
                 metrics |= {
                     "time/rollout_s": time.monotonic() - started - credit_s,
                     "time/credit_s": credit_s,
                 }
                 return batch, seen, metrics
         raise EmptyBatchError(self._why_empty(batch, seen))
-
-    def _checked(self, call: ModelCall) -> ModelCall:
-        """The call, if the model's vocabulary has its ids."""
-        if self._vocab_size is not None and call.grade is Grade.EXACT:
-            check_size(call, self._vocab_size)
-        return call
 
     def _run_rollouts(self, refill: int) -> tuple[list[Rollout], list[WorkerReport]]:
         worker = worker_config(

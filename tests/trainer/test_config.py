@@ -17,6 +17,7 @@ from spangrad.trainer.config import (
 from spangrad.trainer.learning.learner_config import LearnerConfig
 from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.policies.warm_start import WarmStartConfig
+from spangrad.trainer.preference_config import PreferenceConfig
 
 MINIMAL = """
 [run]
@@ -46,7 +47,7 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path):
         load_config(write(tmp_path, MINIMAL + "[rollout]\ngroupsize = 4\n"))
 
 
-SECTIONS = "known are run, agent, hub, serving, rollout, credit, learner, eval"
+SECTIONS = "known are run, agent, hub, serving, rollout, credit, preference, learner, eval"
 
 
 @pytest.mark.parametrize(
@@ -130,6 +131,9 @@ OUT_OF_RANGE = [
     (RolloutConfig, "max_staleness", -1, "0 or more"),
     (RolloutConfig, "aggregation_tokens", 0.0, "more than 0"),
     (RolloutConfig, "refills", -1, "0 or more"),
+    (PreferenceConfig, "min_gap", -1.0, "0 or more"),
+    (PreferenceConfig, "pairs_per_group", -1, "0 or more"),
+    (PreferenceConfig, "per_group", -1, "0 or more"),
     (CreditConfig, "step_weight", -1.0, "0 or more"),
     (CreditConfig, "gamma", 1.5, "0 to 1"),
     (CreditConfig, "ddof", 2, "0 or 1"),
@@ -181,7 +185,7 @@ OUT_OF_RANGE = [
     (WarmStartConfig, "lr", 0.0, "more than 0"),
     (WarmStartConfig, "dtype", "float16", "one of float32, bfloat16"),
 ]
-WITHOUT_A_RANGE = {(EvalConfig, "seed"), (EvalConfig, "success_at")}
+WITHOUT_A_RANGE = {(EvalConfig, "seed"), (EvalConfig, "success_at"), (PreferenceConfig, "good_at")}
 
 
 @pytest.mark.parametrize(("kind", "name", "value", "expected"), OUT_OF_RANGE)
@@ -190,6 +194,31 @@ def test_a_value_out_of_range_is_shown_with_the_range(kind, name, value, expecte
         kind(**{**REQUIRED.get(kind, {}), name: value})
     said = str(caught.value)
     assert f"{name} is {value!r}" in said and said.endswith(f"expected {expected}")
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        ("preference.level = 'step'", "preference.level"),
+        ("learner.objective = 'dpo'\npreference.good_at = 0.5", "preference.good_at"),
+        ("learner.objective = 'kto'\npreference.min_gap = 0.5", "preference.min_gap"),
+        ("learner.objective = 'bc'\npreference.pairs_per_group = 3", "preference.pairs_per_group"),
+        ("learner.objective = 'awr'\npreference.per_group = 3", "preference.per_group"),
+        ("learner.objective = 'dpo'\ncredit.step = 'gigpo'", "credit.step"),
+        ("learner.objective = 'bc'\ncredit.gamma = 0.5\ncredit.step = 'gigpo'", "credit.step"),
+        ("learner.objective = 'kto'\nrollout.aggregation = 'rollout-token-mean'", "rollout.aggregation"),
+    ],
+)
+def test_a_setting_that_the_objective_does_not_use_is_refused(tmp_path, lines, name):
+    with pytest.raises(ConfigError, match=f"{name} has no effect with learner.objective"):
+        load_config(write(tmp_path, MINIMAL), lines.replace(" = ", "=").replace("'", '"').split("\n"))
+
+
+def test_what_the_objective_uses_is_taken(tmp_path):
+    lines = ["learner.objective=awr", "credit.step=gigpo"]
+    assert load_config(write(tmp_path, MINIMAL), lines).credit.step == "gigpo"
+    lines = ["learner.objective=kto", "learner.kl_coef=0.1", "rollout.aggregation=rollout-token-mean"]
+    assert load_config(write(tmp_path, MINIMAL), lines).learner.kl_coef == 0.1
 
 
 def test_every_number_of_a_config_has_a_range():

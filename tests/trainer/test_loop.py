@@ -16,6 +16,8 @@ from tests.adapters.building import span, text_attributes, token_attributes
 from tests.trainer.small_policy import make_policy
 from tests.waiting import wait_until
 
+from spangrad.credit.assign import CreditConfig
+from spangrad.credit.pipeline import CreditedBatch
 from spangrad.errors import EmptyBatchError
 from spangrad.store import open_store
 from spangrad.store.file_store import FileStore
@@ -23,8 +25,11 @@ from spangrad.store.otlp import encode_request
 from spangrad.store.records import Reward, RewardAuthor, Rollout, Span, Update
 from spangrad.tracer import conventions as c
 from spangrad.trainer.config import TrainConfig, load_config
+from spangrad.trainer.crediting import Crediting
 from spangrad.trainer.learning.checkpoint import Checkpoint, save_checkpoint
+from spangrad.trainer.learning.learner_config import LearnerConfig
 from spangrad.trainer.loop import Run
+from spangrad.trainer.preference_config import PreferenceConfig
 from spangrad.trainer.resuming import continues
 from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, update_rollouts, worker_config
 
@@ -185,6 +190,68 @@ def test_a_refill_that_says_something_is_trained_together_with_what_came_before(
     batch, rollouts, _ = run.collect()
     assert len(rollouts) == 4
     assert (batch.diagnostics["groups/informative"], batch.diagnostics["groups/equal"]) == (1, 1)
+
+
+def of_objective(config: TrainConfig, objective: str, **preference: Any) -> TrainConfig:
+    return dataclasses.replace(
+        with_refills(config, 0),
+        credit=CreditConfig(),
+        learner=LearnerConfig(objective=objective),
+        preference=PreferenceConfig(**preference),
+    )
+
+
+def judgements_of(batch: CreditedBatch) -> list[tuple[int, list[bool]]]:
+    """Trained tokens of every row, and on which sides it is."""
+    return [(int(row.action_mask.sum()), [one.is_good for one in row.judgements]) for row in batch.rows]
+
+
+def test_the_objective_says_what_becomes_of_the_rollouts(config, start):
+    run = start(of_objective(config, "dpo"))
+    end_rollouts(run.store, run.config, 0, [1.0, 0.0])  # one call, and two calls, of two tokens each
+
+    def collected(objective: str, **preference: Any) -> CreditedBatch:
+        run._crediting = Crediting(of_objective(config, objective, **preference), run._model)
+        return run.collect()[0]
+
+    assert judgements_of(collected("dpo")) == [(2, [True]), (4, [False])]
+    assert judgements_of(collected("kto")) == [(2, [True]), (4, [False])]
+    assert judgements_of(collected("kto", good_at=-1.0)) == [(2, [True]), (4, [True])]
+    assert judgements_of(collected("bc")) == [(2, [])]
+    assert judgements_of(collected("bc", good_at=-1.0)) == [(2, []), (4, [])]
+    assert judgements_of(collected("bc", good_at=-1.0, per_group=1)) == [(2, [])]
+    batch = collected("awr")
+    assert [row.advantages.max() for row in batch.rows] == pytest.approx([1.0, 0.0], abs=1e-5)
+    with pytest.raises(EmptyBatchError, match=r"no return of its group differs by more than 1\.0"):
+        collected("dpo", min_gap=1.0)
+    # Both begin with the same call: the longer one has nothing to be told apart by.
+    with pytest.raises(EmptyBatchError, match="no call of it differs from one of a better or worse rollout"):
+        collected("dpo", level="step")
+    batch = collected("dpo")
+    assert (batch.diagnostics["preference/pairs"], batch.diagnostics["reward/mean"]) == (1.0, 0.5)
+
+
+def test_text_trains_what_needs_no_logprobs_and_is_refused_by_what_does(config, start):
+    run = start(of_objective(config, "kto"))
+    rollouts = update_rollouts(config, 0, 0, [{"task_id": "t0"}])
+    run.store.enqueue(rollouts)
+    for index, rollout in enumerate(rollouts):
+        run.store.claim(worker="w", limit=1)
+        names = {c.ROLLOUT_ID: rollout.rollout_id, c.ATTEMPT: 0}
+        trace = str(index + 1)
+        root = span("r", trace=trace, attributes={**names, c.SPAN_ROLE: "rollout"}, end_ns=100)
+        told = text_attributes(**names) | {c.RESPONSE_ID: f"text-{index}"}
+        call = span("a", trace=trace, parent="r", start_ns=10, attributes=told)
+        run.store.put_otlp(encode_request([root, call]))
+        run.store.put_rewards(
+            [Reward(rollout.rollout_id, float(index), attempt=0)], author=RewardAuthor.EVALUATOR
+        )
+        run.store.finish(rollout.rollout_id, 0)
+    batch, _, _ = run.collect()
+    assert [row.grade for row in batch.rows] == ["text", "text"]
+    run._crediting = Crediting(of_objective(config, "ppo"), run._model)
+    with pytest.raises(EmptyBatchError, match="2 calls refused; first refusal: grade text, exact is needed"):
+        run.collect()
 
 
 def test_a_run_that_begins_continues_nothing(config, start):

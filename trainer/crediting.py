@@ -1,0 +1,72 @@
+"""What an update makes of the rollouts that it got: by the objective, credited rows or judged ones.
+
+Knows the config of a run, its store and its model's folder. Does not know: engines, learners.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from spangrad.adapters.model_call import Grade, ModelCall
+from spangrad.credit.pipeline import CreditedBatch, credited_rows
+from spangrad.store.base import Store
+from spangrad.store.records import Rollout
+from spangrad.trainer.config import TrainConfig
+from spangrad.trainer.learning.objectives import OBJECTIVES
+from spangrad.trainer.learning.rendering import ChatTokenizer, with_rendered_ids
+from spangrad.trainer.learning.vocabulary import check_size
+from spangrad.trainer.serving.weight_files import check_model_folder
+
+
+class Crediting:
+    """Rollouts of a run to the rows of an update."""
+
+    def __init__(self, config: TrainConfig, model: Path) -> None:
+        """Read the size of the model's vocabulary.
+
+        Raises:
+            PolicyError: The model folder can't be loaded.
+        """
+        self._config = config
+        self._model = model
+        self._objective = OBJECTIVES[config.learner.objective]
+        self._vocab_size: int | None = check_model_folder(model).get("vocab_size")
+
+    def rows(self, store: Store, rollouts: Sequence[Rollout], policy_version: int) -> CreditedBatch:
+        """Credit the rollouts, or judge them, as the objective needs; a call's grade must do for it."""
+        config = self._config
+        return credited_rows(
+            store,
+            rollouts,
+            config.credit if self._objective.needs_credit else None,
+            min_grade=self._objective.min_grade,
+            authors=config.rollout.reward_authors,
+            policy_version=policy_version,
+            max_staleness=config.rollout.max_staleness,
+            aggregation=config.rollout.aggregation,
+            constant=config.rollout.aggregation_tokens,
+            render=self._rendered,
+            prefer=config.preference.prefer(config.learner.objective),
+        )
+
+    def has_signal(self, batch: CreditedBatch) -> bool:
+        """Whether an update can learn from the batch."""
+        if not self._objective.needs_credit:
+            return bool(batch.rows)
+        return any(np.any(row.advantages[row.action_mask] != 0) for row in batch.rows)
+
+    def _rendered(self, call: ModelCall) -> ModelCall:
+        """The call, if the model has its ids; one of grade `text` gets some if the objective trains it."""
+        if call.grade is Grade.TEXT and self._objective.min_grade == "text":
+            return with_rendered_ids(call, self._tokenizer)
+        if self._vocab_size is not None and call.grade in (Grade.EXACT, Grade.IDS):
+            check_size(call, self._vocab_size)
+        return call
+
+    @cached_property
+    def _tokenizer(self) -> ChatTokenizer:
+        tokenizer: ChatTokenizer = AutoTokenizer.from_pretrained(self._model)
+        return tokenizer

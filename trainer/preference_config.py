@@ -1,0 +1,89 @@
+"""Which rollouts are better than which, for objectives that take returns and not advantages.
+
+    dpo   pairs of a better and a worse rollout of a task
+    kto   good and bad rollouts
+    bc    the good rollouts alone
+
+Knows settings, and what they change. Does not know: stores, learners.
+"""
+
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Final, Literal
+
+from spangrad.credit.assign import CreditConfig
+from spangrad.credit.labels import best, labelled
+from spangrad.credit.pairs import paired
+from spangrad.credit.pipeline import Prefer
+from spangrad.errors import ConfigError
+from spangrad.trainer.learning.learner_config import LearnerConfig, require
+from spangrad.trainer.learning.objectives import OBJECTIVES
+
+_MAKES: Final[dict[str, tuple[Any, tuple[str, ...]]]] = {
+    "dpo": (paired, ("level", "min_gap", "pairs_per_group")),
+    "kto": (labelled, ("good_at",)),
+    "bc": (best, ("good_at", "per_group")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceConfig:
+    """Which rollouts are better, for objectives that take no advantages. Returns are in reward units."""
+
+    level: Literal["rollout", "tail", "step"] = "rollout"
+    """`dpo`: what of two rollouts is compared: all calls, those from where they part after the same tokens,
+    or the call alone in which they part."""
+    min_gap: float = 0.0
+    """`dpo`: returns of a pair differ by more than this; 0 or more."""
+    pairs_per_group: int = 0
+    """`dpo`: pairs of a group, those with the largest gaps; 0: all."""
+    good_at: float = 1.0
+    """`kto`, `bc`: a rollout is good if its return is at least this."""
+    per_group: int = 0
+    """`bc`: good rollouts of a group that are cloned, the best first; 0: all."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        for name in ("min_gap", "pairs_per_group", "per_group"):
+            require(getattr(self, name) >= 0, f"preference.{name}", getattr(self, name), "0 or more")
+
+    def prefer(self, objective: str) -> Prefer | None:
+        """What makes rows of rollouts and returns; None: the objective takes advantages."""
+        if objective not in _MAKES:
+            return None
+        make, names = _MAKES[objective]
+        return partial(make, **{name: getattr(self, name) for name in names})
+
+
+def check_effects(
+    learner: LearnerConfig, credit: CreditConfig, preference: PreferenceConfig, *, is_weighed: bool
+) -> None:
+    """Refuse settings of a run that its objective does not use.
+
+    Args:
+        learner: Its objective.
+        credit: Estimators.
+        preference: See there.
+        is_weighed: Whether somebody chose how rollouts and tokens are weighed.
+
+    Raises:
+        ConfigError: One was changed.
+    """
+    objective = OBJECTIVES[learner.objective]
+    used = _MAKES[learner.objective][1] if learner.objective in _MAKES else ()
+    changed = [
+        f"preference.{field.name}"
+        for field in fields(preference)
+        if field.name not in used and getattr(preference, field.name) != field.default
+    ]
+    if not objective.needs_credit:
+        changed += [
+            f"credit.{field.name}" for field in fields(credit) if getattr(credit, field.name) != field.default
+        ]
+    if objective.compares_sequences and is_weighed and not (learner.entropy_coef or learner.kl_coef):
+        changed.append("rollout.aggregation")
+    if changed:
+        raise ConfigError(
+            f"{changed[0]} has no effect with learner.objective {learner.objective!r}; leave it out, or "
+            "choose what uses it"
+        )
