@@ -24,7 +24,7 @@ from spangrad.credit.reinforce_pp import (
 from spangrad.credit.rloo import rloo
 from spangrad.credit.roles import role_advantages
 from spangrad.credit.shaping import farming_gain, potential_based
-from spangrad.credit.transition import CallSegment, Judgement, Transition
+from spangrad.credit.transition import CallSegment, Preference, Transition
 from spangrad.credit.transitions import (
     Refused,
     informative,
@@ -43,7 +43,7 @@ __all__ = [
     "CreditConfig",
     "CreditResult",
     "CreditedBatch",
-    "Judgement",
+    "Preference",
     "Preferred",
     "Refused",
     "Step",

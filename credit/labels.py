@@ -13,8 +13,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from spangrad.credit.pairs import Place, Preferred, check_returns, left_out, with_judgements
-from spangrad.credit.transition import Judgement, Transition
+from spangrad.credit.pairs import Place, Preferred, check_returns, left_out, with_preferences
+from spangrad.credit.transition import Preference, Transition
 from spangrad.credit.transitions import MISSING_REWARD
 from spangrad.errors import ConfigError
 
@@ -32,15 +32,15 @@ def labelled(
         good_at: Reward units.
 
     Returns:
-        Rows with one judgement each, whose id is the rollout's.
+        Rows with one preference each, whose id is the rollout's.
 
     Raises:
         CreditError: A rollout has two attempts, or a return is not finite.
     """
     check_returns(rows, returns)
     known = {row.rollout_id: value for row in rows if (value := returns.get(row.rollout_id)) is not None}
-    judged: dict[Place, list[Judgement]] = {
-        (r, s): [Judgement(row.rollout_id, known[row.rollout_id] >= good_at, 1.0 / len(known))]
+    judged: dict[Place, list[Preference]] = {
+        (r, s): [Preference(row.rollout_id, known[row.rollout_id] >= good_at, 1.0 / len(known))]
         for r, row in enumerate(rows)
         if row.rollout_id in known
         for s in range(len(row.segments))
@@ -48,7 +48,7 @@ def labelled(
     why = {row.rollout_id: MISSING_REWARD for row in rows}
     good = sum(value >= good_at for value in known.values())
     counts = {"preference/good": float(good), "preference/bad": float(len(known) - good)}
-    return with_judgements(rows, judged, why, counts)
+    return with_preferences(rows, judged, why, counts)
 
 
 def best(

@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from spangrad.credit.transition import CallSegment, Judgement, Transition
+from spangrad.credit.transition import CallSegment, Preference, Transition
 from spangrad.credit.transitions import MISSING_REWARD, Refused
 from spangrad.errors import ConfigError, CreditError
 
@@ -76,7 +76,7 @@ def paired(
             are equal; 0: all.
 
     Returns:
-        Rows with judgements (the pair's id is `<chosen> > <rejected>`), in the order of `rows`.
+        Rows with preferences (the pair's id is `<chosen> > <rejected>`), in the order of `rows`.
 
     Raises:
         ConfigError: A setting is out of its range.
@@ -97,19 +97,19 @@ def paired(
     why = {rollout: MISSING_REWARD for rollout in calls if returns.get(rollout) is None}
     for members in _groups(rows, why):
         pairs += _pairs_of_group(members, calls, returns, level, min_gap, pairs_per_group, why)
-    judged: dict[Place, list[Judgement]] = {}
+    judged: dict[Place, list[Preference]] = {}
     for name, chosen, rejected in pairs:
         for side, is_good in ((chosen, True), (rejected, False)):
             for call in side:
-                judged.setdefault(call.place, []).append(Judgement(name, is_good, 1.0 / len(pairs)))
+                judged.setdefault(call.place, []).append(Preference(name, is_good, 1.0 / len(pairs)))
     compared = {rows[place[0]].rollout_id for place in judged}
     why.update(dict.fromkeys(compared, OUTSIDE))
-    return with_judgements(rows, judged, why, {"preference/pairs": float(len(pairs))})
+    return with_preferences(rows, judged, why, {"preference/pairs": float(len(pairs))})
 
 
-def with_judgements(
+def with_preferences(
     rows: Sequence[Transition],
-    judged: Mapping[Place, Sequence[Judgement]],
+    judged: Mapping[Place, Sequence[Preference]],
     why: Mapping[str, str],
     diagnostics: Mapping[str, float],
 ) -> Preferred:
@@ -117,13 +117,13 @@ def with_judgements(
     kept: list[Transition] = []
     refused: list[Refused] = []
     for r, row in enumerate(rows):
-        alike: dict[tuple[Judgement, ...], list[CallSegment]] = {}
+        alike: dict[tuple[Preference, ...], list[CallSegment]] = {}
         for s, segment in enumerate(row.segments):
             if (r, s) in judged:
                 alike.setdefault(tuple(judged[r, s]), []).append(segment)
             else:
                 refused.append(left_out(row, segment, why[row.rollout_id]))
-        kept += [restricted(row, segments, judgements) for judgements, segments in alike.items()]
+        kept += [restricted(row, segments, preferences) for preferences, segments in alike.items()]
     return Preferred(kept, refused, {**diagnostics, "preference/left_out": float(len(refused))})
 
 
@@ -133,13 +133,13 @@ def left_out(row: Transition, segment: CallSegment, reason: str) -> Refused:
 
 
 def restricted(
-    row: Transition, segments: Sequence[CallSegment], judgements: Sequence[Judgement] = ()
+    row: Transition, segments: Sequence[CallSegment], preferences: Sequence[Preference]
 ) -> Transition:
     """The row that trains these of its calls alone; tokens behind the last of them are cut off.
 
-    Its advantages are the judgements' mean sign, +1 for good and -1 for bad: what the store is told of them.
+    Its advantages are the preferences' mean sign, +1 for good and -1 for bad: what the store is told of them.
     """
-    signs = [1.0 if judgement.is_good else -1.0 for judgement in judgements]
+    signs = [1.0 if preference.is_good else -1.0 for preference in preferences]
     stop = segments[-1].stop
     mask = np.zeros(stop, dtype=np.bool_)
     for segment in segments:
@@ -152,7 +152,7 @@ def restricted(
         behavior_logprobs=np.where(mask, row.behavior_logprobs[:stop], np.nan).astype(np.float32),
         policy_versions=np.where(mask, row.policy_versions[:stop], -1).astype(np.int32),
         advantages=np.where(mask, sum(signs) / len(signs), 0.0),
-        judgements=tuple(judgements),
+        preferences=tuple(preferences),
     )
 
 

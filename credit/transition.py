@@ -26,10 +26,10 @@ class CallSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """That a sequence is good or bad: all trained tokens of all rows that carry this judgement.
+class Preference:
+    """That a sequence is good or bad: all trained tokens of all rows that carry this preference.
 
-    A pair is two judgements with one id, one of them good.
+    A pair is two preferences with one id, one of them good.
     """
 
     id: str
@@ -65,7 +65,7 @@ class Transition:
     """Worst grade among its calls."""
     temperature: float = 1.0
     """Sampling temperature of its calls; the learner recomputes under the same."""
-    judgements: Sequence[Judgement] = ()
+    preferences: Sequence[Preference] = ()
     """What preference losses (DPO, KTO) compare; other losses do not read it."""
     denominator: Denominator = "constant"
     """Whose trained tokens `loss_weight` was divided by: one that a correction leaves out gives its weight to

@@ -45,9 +45,9 @@ def said(found: Preferred) -> dict[tuple[str, bool], list[list[int]]]:
     """(pair, side) -> the trained tokens of its rows."""
     sides: dict[tuple[str, bool], list[list[int]]] = {}
     for row in found.rows:
-        for judgement in row.judgements:
+        for preference in row.preferences:
             tokens = row.token_ids[row.action_mask].tolist()
-            sides.setdefault((judgement.id, judgement.is_good), []).append(tokens)
+            sides.setdefault((preference.id, preference.is_good), []).append(tokens)
     return sides
 
 
@@ -64,7 +64,7 @@ def test_a_success_is_paired_with_every_failure_of_its_task():
         ("a > c", False): [[2, 9, 5]],
     }
     assert [row.rollout_id for row in found.rows] == ["a", "b", "c"]
-    assert {judgement.weight for row in found.rows for judgement in row.judgements} == {0.5}
+    assert {preference.weight for row in found.rows for preference in row.preferences} == {0.5}
     # The store is told +1 of what is better and -1 of what is worse.
     assert [row.advantages[row.action_mask].tolist() for row in found.rows] == [[1] * 3, [-1] * 5, [-1] * 3]
     assert (found.refused, found.diagnostics) == ([], {"preference/pairs": 2.0, "preference/left_out": 0.0})
@@ -211,8 +211,8 @@ def test_pairs_are_those_of_the_definition(given_rollouts, level, min_gap):
                 tuple(row.token_ids[: segment.start].tolist()),
                 tuple(row.token_ids[segment.start : segment.stop].tolist()),
             )
-            for judgement in row.judgements:
-                sides.setdefault(judgement.id, {}).setdefault(judgement.is_good, []).append(
+            for preference in row.preferences:
+                sides.setdefault(preference.id, {}).setdefault(preference.is_good, []).append(
                     (segment.step_index, one)
                 )
     got = {tuple(tuple(one for _, one in sorted(side[is_good])) for is_good in (True, False))
@@ -227,7 +227,7 @@ def test_pairs_are_those_of_the_definition(given_rollouts, level, min_gap):
 
 def test_rollouts_are_good_from_a_return_on():
     found = labelled(branched(), {"a": 1.0, "b": 0.5, "c": None}, good_at=0.75)
-    assert [(j.id, j.is_good, j.weight) for row in found.rows for j in row.judgements] == [
+    assert [(j.id, j.is_good, j.weight) for row in found.rows for j in row.preferences] == [
         ("a", True, 0.5),
         ("b", False, 0.5),
     ]

@@ -149,7 +149,7 @@ def test_a_reward_from_the_agents_own_key_does_not_count_unless_asked(store):
 def test_preferences_are_made_of_the_returns_and_weighed_afterwards(store):
     rollouts = filled(store, {"good": 1.0, "copy": 1.0, "bad": 0.0, "unscored": None})
     batch = credited_rows(store, rollouts, None, prefer=partial(labelled, good_at=0.5))
-    assert [(row.rollout_id, row.judgements[0].is_good) for row in batch.rows] == [
+    assert [(row.rollout_id, row.preferences[0].is_good) for row in batch.rows] == [
         ("good", True),
         ("copy", True),
         ("bad", False),

@@ -201,9 +201,9 @@ def of_objective(config: TrainConfig, objective: str, **preference: Any) -> Trai
     )
 
 
-def judgements_of(batch: CreditedBatch) -> list[tuple[int, list[bool]]]:
+def preferences_of(batch: CreditedBatch) -> list[tuple[int, list[bool]]]:
     """Trained tokens of every row, and on which sides it is."""
-    return [(int(row.action_mask.sum()), [one.is_good for one in row.judgements]) for row in batch.rows]
+    return [(int(row.action_mask.sum()), [one.is_good for one in row.preferences]) for row in batch.rows]
 
 
 def test_the_objective_says_what_becomes_of_the_rollouts(config, start):
@@ -212,14 +212,15 @@ def test_the_objective_says_what_becomes_of_the_rollouts(config, start):
 
     def collected(objective: str, **preference: Any) -> CreditedBatch:
         run._crediting = Crediting(of_objective(config, objective, **preference), run._model)
-        return run.collect()[0]
+        batch: CreditedBatch = run.collect()[0]
+        return batch
 
-    assert judgements_of(collected("dpo")) == [(2, [True]), (4, [False])]
-    assert judgements_of(collected("kto")) == [(2, [True]), (4, [False])]
-    assert judgements_of(collected("kto", good_at=-1.0)) == [(2, [True]), (4, [True])]
-    assert judgements_of(collected("bc")) == [(2, [])]
-    assert judgements_of(collected("bc", good_at=-1.0)) == [(2, []), (4, [])]
-    assert judgements_of(collected("bc", good_at=-1.0, per_group=1)) == [(2, [])]
+    assert preferences_of(collected("dpo")) == [(2, [True]), (4, [False])]
+    assert preferences_of(collected("kto")) == [(2, [True]), (4, [False])]
+    assert preferences_of(collected("kto", good_at=-1.0)) == [(2, [True]), (4, [True])]
+    assert preferences_of(collected("bc")) == [(2, [])]
+    assert preferences_of(collected("bc", good_at=-1.0)) == [(2, []), (4, [])]
+    assert preferences_of(collected("bc", good_at=-1.0, per_group=1)) == [(2, [])]
     batch = collected("awr")
     assert [row.advantages.max() for row in batch.rows] == pytest.approx([1.0, 0.0], abs=1e-5)
     with pytest.raises(EmptyBatchError, match=r"no return of its group differs by more than 1\.0"):

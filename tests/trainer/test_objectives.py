@@ -1,6 +1,7 @@
 """Every objective against its paper, and every setting of the loss against every objective."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, cast
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from tests.reference import losses as reference
 from tests.trainer.small_policy import make_row
 from torch import Tensor
 
-from spangrad.credit.transition import CallSegment, Transition
+from spangrad.credit.transition import CallSegment, Preference, Transition
 from spangrad.errors import ConfigError, CreditError, EmptyBatchError
 from spangrad.trainer.learning import losses
 from spangrad.trainer.learning.learner_config import LearnerConfig
@@ -22,6 +24,7 @@ from spangrad.trainer.learning.monitors import Totals
 from spangrad.trainer.learning.objective import RATIO_LOSSES, batch_loss
 from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.learning.packing import pack
+from spangrad.trainer.learning.preference import Comparison
 
 F64 = torch.float64
 RATIO_OBJECTIVES = sorted(name for name, objective in OBJECTIVES.items() if objective.uses_ratio)
@@ -266,6 +269,12 @@ CHANGED: dict[str, Any] = {
     "tau_negative": 2.0,
     "max_ratio": 1.5,
     "log_ratio_coef": 0.1,
+    "awr_beta": 0.5,
+    "awr_max_weight": 1.5,
+    "preference_beta": 0.3,
+    "label_smoothing": 0.1,
+    "good_weight": 1.5,
+    "bad_weight": 1.5,
     "entropy_coef": 0.1,
     "kl_coef": 0.2,
     "kl_estimator": "k3",
@@ -292,9 +301,31 @@ def two_calls(seed: int) -> Transition:
     )
 
 
+def compared(rows: list[Transition], config: LearnerConfig, totals: Totals) -> list[Transition]:
+    """The rows as sequences of pairs (or of their own), with what their tokens are worth in the loss."""
+    rows = [
+        replace(
+            row, preferences=(Preference(str(k // 2 if config.objective == "dpo" else k), k % 2 == 0, 0.5),)
+        )
+        for k, row in enumerate(rows)
+    ]
+
+    def policy(rows: Sequence[Transition]) -> NDArray[np.float64]:
+        return np.array([-3.0 * k for k in range(1, len(rows) + 1)])
+
+    def start(rows: Sequence[Transition]) -> NDArray[np.float64]:
+        return np.array([-2.0 * k * k for k in range(1, len(rows) + 1)])
+
+    seconds = {"reference": 0.0}
+    return Comparison(rows, config, policy, start, seconds).weighed(rows, totals, seconds)
+
+
 def outcome(config: LearnerConfig, rows: list[Transition] | None = None) -> tuple[float, Tensor]:
     """Loss and gradient on rows whose ratios reach every bound."""
     rows = rows or [two_calls(seed) for seed in range(4)]
+    totals = Totals()
+    if OBJECTIVES[config.objective].compares_sequences:
+        rows = compared(rows, config, totals)
     (batch,) = pack(rows, max_tokens_per_batch=10**6, pad_token_id=0)
     mask = batch.target_mask_BT
     ids = batch.target_ids_BT[mask].double()
@@ -303,8 +334,8 @@ def outcome(config: LearnerConfig, rows: list[Transition] | None = None) -> tupl
     )  # the same wherever the token is
     leaf = policy.clamp(max=-0.01).requires_grad_()
     stats = TargetStats(leaf, leaf * 0.5)
-    loss = batch_loss(config, batch, stats, policy.detach() - ids % 3.0, Totals())
-    return float(loss.detach()), torch.autograd.grad(loss, leaf)[0]
+    loss = batch_loss(config, batch, stats, policy.detach() - ids % 3.0, totals)
+    return totals.metrics()["loss/total"], torch.autograd.grad(loss, leaf)[0]
 
 
 def test_a_call_has_the_same_ratio_however_its_rollout_is_cut_into_rows():

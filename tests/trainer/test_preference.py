@@ -13,7 +13,7 @@ from tests.reference import preference_losses as reference
 from tests.trainer.small_policy import make_row
 from torch import Tensor
 
-from spangrad.credit.transition import Judgement, Transition
+from spangrad.credit.transition import Preference, Transition
 from spangrad.errors import CreditError
 from spangrad.trainer.learning.losses import awr_loss, bc_loss, dpo_loss, kto_loss, kto_reference_point
 from spangrad.trainer.learning.preference import Scores, by_rollout, with_coefficients
@@ -91,13 +91,13 @@ def test_awr_by_hand():
     assert float(loss.detach()) == pytest.approx(reference.awr(listed, beta=0.5, max_weight=20.0))
 
 
-def judged(rollout: str, tokens: int, *judgements: Judgement, seed: int = 0) -> Transition:
-    return replace(make_row(seed, tokens=tokens), rollout_id=rollout, judgements=judgements)
+def judged(rollout: str, tokens: int, *preferences: Preference, seed: int = 0) -> Transition:
+    return replace(make_row(seed, tokens=tokens), rollout_id=rollout, preferences=preferences)
 
 
 @st.composite
 def batches(draw):
-    """Rollouts of one to three rows, pairs between any two of them, a judgement of each alone."""
+    """Rollouts of one to three rows, pairs between any two of them, a preference of each alone."""
     count = draw(st.integers(2, 4))
     rows_each = [draw(st.integers(1, 3)) for _ in range(count)]
     pairs = draw(
@@ -121,11 +121,11 @@ def test_coefficients_have_the_gradient_of_the_formula_however_rollouts_are_cut_
     rows = []
     for b, k in enumerate(owners):
         if objective == "kto":
-            mine = [Judgement(f"r{k}", k % 2 == 0, 1 / len(rows_each))]
+            mine = [Preference(f"r{k}", k % 2 == 0, 1 / len(rows_each))]
         else:
-            mine = [Judgement(f"{p}", k == p[0], 1 / len(pairs)) for p in pairs if k in p]
+            mine = [Preference(f"{p}", k == p[0], 1 / len(pairs)) for p in pairs if k in p]
         if mine:
-            rows.append(replace(make_row(b, tokens=8), rollout_id=f"r{k}", judgements=tuple(mine)))
+            rows.append(replace(make_row(b, tokens=8), rollout_id=f"r{k}", preferences=tuple(mine)))
     token_logprobs = [
         torch.tensor(rng.normal(-2, 1, int(row.action_mask.sum())), dtype=F64).requires_grad_()
         for row in rows
@@ -172,9 +172,9 @@ def test_coefficients_have_the_gradient_of_the_formula_however_rollouts_are_cut_
     loss = torch.stack(losses).mean()
     torch.autograd.backward(loss)
     assert value == pytest.approx(float(loss.detach())) == pytest.approx(sum(by_hand) / len(by_hand))
-    for one, mine in zip(token_logprobs, got, strict=True):
+    for one, grad in zip(token_logprobs, got, strict=True):
         assert one.grad is not None
-        assert torch.allclose(mine, one.grad, rtol=1e-9, atol=1e-12)
+        assert torch.allclose(grad, one.grad, rtol=1e-9, atol=1e-12)
 
 
 def coefficients(rows: Sequence[Transition]) -> None:
@@ -184,10 +184,10 @@ def coefficients(rows: Sequence[Transition]) -> None:
 
 def test_half_a_pair_and_two_weights_are_refused():
     with pytest.raises(CreditError, match="pair 'a > b' has no rejected side among the rows"):
-        coefficients([judged("a", 8, Judgement("a > b", True, 1.0))])
-    with pytest.raises(CreditError, match=r"judgement 'a > b' has weight 0\.5 in one row"):
+        coefficients([judged("a", 8, Preference("a > b", True, 1.0))])
+    with pytest.raises(CreditError, match=r"preference 'a > b' has weight 0\.5 in one row"):
         coefficients(
-            [judged("a", 8, Judgement("a > b", True, 1.0)), judged("a", 8, Judgement("a > b", True, 0.5))]
+            [judged("a", 8, Preference("a > b", True, 1.0)), judged("a", 8, Preference("a > b", True, 0.5))]
         )
 
 

@@ -181,8 +181,8 @@ def test_every_setting_changes_what_is_learned_or_told(make_learner, objective, 
     if objective != "awr":
         rows = list((paired if objective == "dpo" else labelled)(rows, RETURNS).rows)
     found = []
-    for settings in ({}, setting):
-        learner = make_learner(objective=objective, **settings)
+    for changed in (False, True):
+        learner = make_learner(objective=objective, **(setting if changed else {}))
         moved_model(learner)
         metrics = learner.update(rows)
         found.append({name: value for name, value in metrics.items() if not name.startswith("time/")})
@@ -207,12 +207,12 @@ def test_a_setting_of_another_objective_is_refused(objective, setting):
         LearnerConfig(objective=objective, **setting)
 
 
-def test_rows_without_a_judgement_are_left_out_and_counted(make_learner):
+def test_rows_without_a_preference_are_left_out_and_counted(make_learner):
     rows = rows_of(rows_each=1)
     judged = list(paired(rows, RETURNS).rows)
-    metrics = make_learner(objective="dpo").update([*judged, replace(rows[0], judgements=())])
+    metrics = make_learner(objective="dpo").update([*judged, replace(rows[0], preferences=())])
     assert (metrics["data/rows"], metrics["data/rows_without_signal"]) == (6, 1)
-    with pytest.raises(EmptyBatchError, match="6 have zero weight, no judgement or"):
+    with pytest.raises(EmptyBatchError, match="6 have zero weight, no preference or"):
         make_learner(objective="kto").update(rows)
     half = [row for row in judged if row.rollout_id != "r4"]
     with pytest.raises(CreditError, match=r"pair 'r3 > r4' has no rejected side"):

@@ -188,8 +188,8 @@ class Learner:
         if not OBJECTIVES[self.config.objective].compares_sequences:
             return None
         assert self._reference is not None
-        sums = (partial(self._sums, model) for model in (self.model, self._reference))
-        return Comparison(rows, self.config, *sums, seconds)
+        policy, reference = partial(self._sums, self.model), partial(self._sums, self._reference)
+        return Comparison(rows, self.config, policy, reference, seconds)
 
     def _step(self, lr: float) -> float:
         """Clip, check and take one optimizer step; returns the gradient norm before the clip."""

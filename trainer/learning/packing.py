@@ -77,7 +77,7 @@ class Selection:
     rows_without_tokens: int
     """Rows without a trained token."""
     rows_without_signal: int
-    """Rows whose advantages are all zero and that no other loss term needs, that lack a judgement which the
+    """Rows whose advantages are all zero and that no other loss term needs, that lack a preference which the
     objective needs, or whose weight is 0."""
     tokens_without_advantage: int
     """Trained tokens whose advantage is NaN (not assigned): taken out of the action mask."""
@@ -134,7 +134,7 @@ def select_rows(rows: Sequence[Transition], *, objective: str, needs_all_tokens:
     Args:
         rows: Rows as they come from credit.
         objective: Name of one; those with a ratio need behaviour logprobs and advantages, those that compare
-            sequences need judgements.
+            sequences need preferences.
         needs_all_tokens: Keep rows whose advantages are all zero: an entropy or KL term
             trains on them too.
 
@@ -164,7 +164,7 @@ def select_rows(rows: Sequence[Transition], *, objective: str, needs_all_tokens:
                 (needs_all_tokens or not chosen.uses_ratio) and bool(row.action_mask.any())
             )
         else:
-            has_signal = bool(row.judgements) or not chosen.compares_sequences
+            has_signal = bool(row.preferences) or not chosen.compares_sequences
         if has_signal and row.loss_weight > 0:
             kept.append(row)
         else:
@@ -172,7 +172,7 @@ def select_rows(rows: Sequence[Transition], *, objective: str, needs_all_tokens:
     if not kept:
         raise EmptyBatchError(
             f"none of {len(rows)} rows can train objective {objective!r}: {without_tokens} have no trained "
-            f"token, {without_signal} have zero weight, no judgement or only zero or unassigned advantages "
+            f"token, {without_signal} have zero weight, no preference or only zero or unassigned advantages "
             f"({without_advantage} tokens unassigned); check rewards and groups"
         )
     return Selection(tuple(kept), without_tokens, without_signal, without_advantage)

@@ -5,7 +5,7 @@ microbatches. The sums are taken first, without a gradient; then dL / dS of a ro
 factor of its tokens, and a plain weighted sum of token log-probabilities has the loss's exact gradient,
 however the rows are cut into microbatches.
 
-Knows rows, their judgements and their sums. Does not know: models.
+Knows rows, their preferences and their sums. Does not know: models.
 
 The reference is the starting policy. Log-probabilities are those of the policy itself, as in cloning: the
 temperature that somebody sampled at is left out.
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spangrad.credit.labels import mismatched
-from spangrad.credit.transition import Judgement, Transition
+from spangrad.credit.transition import Preference, Transition
 from spangrad.errors import CreditError
 from spangrad.trainer.learning import losses
 from spangrad.trainer.learning.learner_config import LearnerConfig
@@ -46,7 +46,7 @@ class _Sequences:
     """The judged sequences of some rows, in order of first appearance."""
 
     names: Sequence[tuple[str, bool]]
-    """(id of the judgement, is it good)."""
+    """(id of the preference, is it good)."""
     weights_N: Tensor
     row_K: Tensor
     sequence_K: Tensor
@@ -120,7 +120,7 @@ def with_coefficients(
         A = -(dL / dS) / loss_weight
 
     Args:
-        rows: Of one optimizer step, with judgements; both sides of a pair must be there.
+        rows: Of one optimizer step, with preferences; both sides of a pair must be there.
         scores: Of these rows.
         mismatched: Of what KTO takes its reference point from, one sum per rollout; empty for DPO.
         objective: `dpo` or `kto`.
@@ -178,12 +178,12 @@ def _sequences(rows: Sequence[Transition]) -> _Sequences:
     row_K: list[int] = []
     sequence_K: list[int] = []
     for b, row in enumerate(rows):
-        for judgement in row.judgements:
-            n = index.setdefault((judgement.id, judgement.is_good), len(index))
+        for preference in row.preferences:
+            n = index.setdefault((preference.id, preference.is_good), len(index))
             if n == len(weights):
-                weights.append(judgement.weight)
-            elif weights[n] != judgement.weight:
-                raise CreditError(_two_weights(row, judgement, weights[n]))
+                weights.append(preference.weight)
+            elif weights[n] != preference.weight:
+                raise CreditError(_two_weights(row, preference, weights[n]))
             row_K.append(b)
             sequence_K.append(n)
     return _Sequences(
@@ -194,10 +194,10 @@ def _sequences(rows: Sequence[Transition]) -> _Sequences:
     )
 
 
-def _two_weights(row: Transition, judgement: Judgement, other: float) -> str:
+def _two_weights(row: Transition, preference: Preference, other: float) -> str:
     return (
-        f"rollout {row.rollout_id!r}: judgement {judgement.id!r} has weight {judgement.weight!r} in one row "
-        f"and {other!r} in another; all rows of a sequence must say the same"
+        f"rollout {row.rollout_id!r}: preference {preference.id!r} has weight {preference.weight!r} in one "
+        f"row and {other!r} in another; all rows of a sequence must say the same"
     )
 
 
