@@ -123,8 +123,20 @@ def with_preferences(
                 alike.setdefault(tuple(judged[r, s]), []).append(segment)
             else:
                 refused.append(left_out(row, segment, why[row.rollout_id]))
-        kept += [restricted(row, segments, preferences) for preferences, segments in alike.items()]
+        parts = [restricted(row, segments, preferences) for preferences, segments in alike.items()]
+        kept += _with_observations(row, parts)
     return Preferred(kept, refused, {**diagnostics, "preference/left_out": float(len(refused))})
+
+
+def _with_observations(row: Transition, parts: Sequence[Transition]) -> list[Transition]:
+    """The parts of a row, of which the longest alone has its observations."""
+    longest = max(range(len(parts)), key=lambda k: len(parts[k].token_ids)) if parts else 0
+    return [
+        part
+        if (mask := row.observation_mask) is None
+        else replace(part, observation_mask=mask[: len(part.token_ids)] & (k == longest))
+        for k, part in enumerate(parts)
+    ]
 
 
 def left_out(row: Transition, segment: CallSegment, reason: str) -> Refused:

@@ -65,6 +65,9 @@ class Transition:
     """Worst grade among its calls."""
     temperature: float = 1.0
     """Sampling temperature of its calls; the learner recomputes under the same."""
+    observation_mask: NDArray[np.bool_] | None = None
+    """True where the environment answered a call of the policy, on tokens that no other row has so: what ECHO
+    learns to predict. Never where a token was sampled. None: not known."""
     preferences: Sequence[Preference] = ()
     """What preference losses (DPO, KTO) compare; other losses do not read it."""
     denominator: Denominator = "constant"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spangrad.adapters.call_tree import CallNode, CallTree, in_order
 from spangrad.adapters.grading import MISSING_LOGPROB, at_least, reason_kind, worst
@@ -23,6 +24,7 @@ from spangrad.adapters.model_call import Grade, ModelCall, Purpose
 from spangrad.credit.actions import action_of
 from spangrad.credit.aggregation import weigh
 from spangrad.credit.anchors import anchor_of, observation_of
+from spangrad.credit.observations import observation_mask
 from spangrad.credit.transition import CallSegment, Transition
 from spangrad.credit.types import Step, Trajectory
 from spangrad.errors import GradeError
@@ -159,6 +161,7 @@ def transitions(
     """
     rows: list[Transition] = []
     done: set[int] = set()
+    acting, shown = acting_nodes(tree), set[int]()
     for path in tree.paths():
         fresh = [node for node in path if node.index not in done and _advantage(node, advantages) is not None]
         done.update(node.index for node in fresh)
@@ -166,8 +169,14 @@ def transitions(
         for node in fresh:
             by_temperature.setdefault(_temperature(node.call), []).append(node)
         for temperature, nodes in by_temperature.items():
-            rows.append(_row(nodes, advantages, group_id, temperature))
+            observations = observation_mask(tree, path, acting, nodes[-1].length, shown)
+            rows.append(_row(nodes, advantages, group_id, temperature, observations))
     return weigh(rows)
+
+
+def acting_nodes(tree: CallTree) -> frozenset[int]:
+    """Nodes in which the trained policy acts."""
+    return frozenset(node.index for node in tree.nodes if untrained_because(node.call) is None)
 
 
 def informative(rows: Sequence[Transition]) -> list[Transition]:
@@ -227,6 +236,7 @@ def _row(
     advantages: Mapping[str, float | None] | None,
     group_id: str | None,
     temperature: float,
+    observations: NDArray[np.bool_],
 ) -> Transition:
     """One row that trains these nodes of one path; the last of them holds all the tokens."""
     token_ids = nodes[-1].token_ids
@@ -261,4 +271,5 @@ def _row(
         loss_weight=0.0,
         grade=str(worst(node.call.grade for node in nodes)),
         temperature=temperature,
+        observation_mask=observations,
     )

@@ -166,6 +166,7 @@ OUT_OF_RANGE = [
     (LearnerConfig, "label_smoothing", 0.5, "0 to below 0.5"),
     (LearnerConfig, "good_weight", 0.0, "more than 0"),
     (LearnerConfig, "bad_weight", 0.0, "more than 0"),
+    (LearnerConfig, "echo_coef", -1.0, "0 or more"),
     (LearnerConfig, "entropy_coef", -1.0, "0 or more"),
     (LearnerConfig, "kl_coef", -1.0, "0 or more"),
     (LearnerConfig, "epochs_per_update", 0, "1 or more"),

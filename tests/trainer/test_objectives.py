@@ -18,6 +18,7 @@ from torch import Tensor
 from spangrad.credit.transition import CallSegment, Preference, Transition
 from spangrad.errors import ConfigError, CreditError, EmptyBatchError
 from spangrad.trainer.learning import losses
+from spangrad.trainer.learning.echo import with_observations
 from spangrad.trainer.learning.learner_config import LearnerConfig
 from spangrad.trainer.learning.model import TargetStats
 from spangrad.trainer.learning.monitors import Totals
@@ -275,6 +276,7 @@ CHANGED: dict[str, Any] = {
     "label_smoothing": 0.1,
     "good_weight": 1.5,
     "bad_weight": 1.5,
+    "echo_coef": 0.1,
     "entropy_coef": 0.1,
     "kl_coef": 0.2,
     "kl_estimator": "k3",
@@ -290,14 +292,24 @@ ELSEWHERE = {
 def two_calls(seed: int) -> Transition:
     """A row of two calls with one advantage, so that a call is not the row."""
     row = make_row(seed, tokens=30)
+    shown = np.arange(34) >= 30
     segments = (CallSegment(f"a{seed}", "a", 0, 1, 14), CallSegment(f"b{seed}", "b", 1, 14, 30))
     advantage = (-1.0) ** seed * (1 + seed)
     behavior = -np.random.default_rng(seed).uniform(0.05, 3.0, 30)
-    return replace(
+    row = replace(
         row,
         segments=segments,
         advantages=np.where(row.action_mask, advantage, 0.0),
         behavior_logprobs=np.where(row.action_mask, behavior, np.nan).astype(np.float32),
+    )
+    return replace(
+        row,
+        token_ids=np.append(row.token_ids, row.token_ids[:4]),
+        action_mask=np.append(row.action_mask, [False] * 4),
+        behavior_logprobs=np.append(row.behavior_logprobs, np.full(4, np.nan, dtype=np.float32)),
+        policy_versions=np.append(row.policy_versions, np.full(4, -1, dtype=np.int32)),
+        advantages=np.append(row.advantages, np.zeros(4)),
+        observation_mask=shown,
     )
 
 
@@ -326,6 +338,8 @@ def outcome(config: LearnerConfig, rows: list[Transition] | None = None) -> tupl
     totals = Totals()
     if OBJECTIVES[config.objective].compares_sequences:
         rows = compared(rows, config, totals)
+    if config.echo_coef > 0:
+        rows = with_observations(rows)
     (batch,) = pack(rows, max_tokens_per_batch=10**6, pad_token_id=0)
     mask = batch.target_mask_BT
     ids = batch.target_ids_BT[mask].double()
@@ -341,7 +355,7 @@ def outcome(config: LearnerConfig, rows: list[Transition] | None = None) -> tupl
 def test_a_call_has_the_same_ratio_however_its_rollout_is_cut_into_rows():
     whole = two_calls(0)
     apart = [
-        replace(whole, segments=(segment,), action_mask=whole.action_mask & (np.arange(30) // 14 == place))
+        replace(whole, segments=(segment,), action_mask=whole.action_mask & (np.arange(34) // 14 == place))
         for place, segment in enumerate(whole.segments)
     ]
     assert sum(row.action_mask.sum() for row in apart) == whole.action_mask.sum()

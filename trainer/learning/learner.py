@@ -30,6 +30,7 @@ from spangrad.credit.transition import Transition
 from spangrad.errors import PolicyError
 from spangrad.trainer.learning import losses
 from spangrad.trainer.learning.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from spangrad.trainer.learning.echo import with_observations
 from spangrad.trainer.learning.learner_config import LearnerConfig, scheduled_lr, update_lr
 from spangrad.trainer.learning.model import (
     TargetStats,
@@ -140,7 +141,7 @@ class Learner:
 
     def _select(self, rows: Sequence[Transition], *, objective: str) -> Selection:
         config = self.config
-        needs_all = max(config.entropy_coef, config.kl_coef, config.log_ratio_coef) > 0
+        needs_all = max(config.entropy_coef, config.kl_coef, config.log_ratio_coef, config.echo_coef) > 0
         selection = select_rows(rows, objective=objective, needs_all_tokens=needs_all)
         check_vocabulary(selection.rows, size=self._vocabulary, model=config.model_path)
         return selection
@@ -160,6 +161,7 @@ class Learner:
         engine-to-learner gap and the distance to the start are read off it for free.
         """
         config = self.config
+        rows = with_observations(rows) if config.echo_coef > 0 else rows
         # Groups are in random order: the first rows are a fair sample.
         compared = len(rows) if config.kl_coef > 0 else config.kl_monitor_rows if is_first else 0
         batches = itertools.chain(

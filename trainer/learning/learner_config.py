@@ -70,6 +70,9 @@ class LearnerConfig:
     bad_weight: float = 1.0
     """`kto`: weight of bad sequences; above 0. The paper keeps good_weight * good / (bad_weight * bad) within
     1 to 4 / 3."""
+    echo_coef: float = 0.0
+    """Weight of the cross-entropy on what the environment answered, token by token beside the objective; 0 or
+    more. 0.1 in prime-rl."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; 0 or more."""
     kl_coef: float = 0.0
@@ -137,6 +140,7 @@ class LearnerConfig:
             ("label_smoothing", 0 <= self.label_smoothing < 0.5, "0 to below 0.5"),
             ("good_weight", self.good_weight > 0, "more than 0"),
             ("bad_weight", self.bad_weight > 0, "more than 0"),
+            ("echo_coef", self.echo_coef >= 0, "0 or more"),
             ("entropy_coef", self.entropy_coef >= 0, "0 or more"),
             ("kl_coef", self.kl_coef >= 0, "0 or more"),
             ("epochs_per_update", self.epochs_per_update >= 1, "1 or more"),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spangrad.trainer.learning import losses
+from spangrad.trainer.learning.echo import is_observation, own_targets
 from spangrad.trainer.learning.learner_config import LearnerConfig
 from spangrad.trainer.learning.model import TargetStats
 from spangrad.trainer.learning.monitors import Totals
@@ -46,6 +47,32 @@ def batch_loss(
         reference_M: Log-probabilities under the starting policy; None: there is no KL term.
         totals: Takes `loss/*` and `policy/*`.
     """
+    parts: dict[str, Tensor] = {}
+    if config.echo_coef > 0:
+        parts |= _echo(config, batch, stats, totals)
+        batch, stats, reference_M = own_targets(batch, stats, reference_M)
+    if batch.trained_tokens or not parts:
+        parts |= _own_parts(config, batch, stats, reference_M, totals)
+    loss = torch.stack(list(parts.values())).sum()
+    for name, value in (parts | {"loss/total": loss}).items():
+        totals.add_sum(name, value.detach())
+    return loss
+
+
+def _echo(config: LearnerConfig, batch: Batch, stats: TargetStats, totals: Totals) -> dict[str, Tensor]:
+    shown_M, weights_M = is_observation(batch), batch.weights_BT[batch.target_mask_BT]
+    count = int(shown_M.sum())
+    totals.add_sum("data/observation_tokens", count)
+    if not count:
+        return {}
+    totals.add_mean("policy/observation_logprob", stats.logprobs_M.detach()[shown_M].mean(), count)
+    return {"loss/echo": config.echo_coef * losses.bc_loss(stats.logprobs_M, shown_M, weights_M)}
+
+
+def _own_parts(
+    config: LearnerConfig, batch: Batch, stats: TargetStats, reference_M: Tensor | None, totals: Totals
+) -> dict[str, Tensor]:
+    """The terms over what the policy sampled."""
     mask_BT = batch.target_mask_BT
     policy_M, behavior_M = stats.logprobs_M, batch.behavior_logprobs_BT[mask_BT]
     mask_M, weights_M = mask_BT[mask_BT], batch.weights_BT[mask_BT]
@@ -75,10 +102,7 @@ def batch_loss(
             estimator=config.kl_estimator,
             behavior_logprobs_BT=behavior_M,
         )
-    loss = torch.stack(list(parts.values())).sum()
-    for name, value in (parts | {"loss/total": loss}).items():
-        totals.add_sum(name, value.detach())
-    return loss
+    return parts
 
 
 def _without_ratio(config: LearnerConfig, batch: Batch, policy_M: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -117,6 +141,10 @@ def monitor(
     `stats` must come from the weights that served the batch: before the first step of an update. The
     gap covers tokens of `policy_version` alone, or all of them if that is None.
     """
+    if config.echo_coef > 0:
+        batch, stats, reference_M = own_targets(batch, stats, reference_M)
+        if not batch.trained_tokens:
+            return
     mask_BT = batch.target_mask_BT
     policy_M = stats.logprobs_M.detach()
     if stats.entropy_M is not None:
