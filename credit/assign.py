@@ -13,6 +13,7 @@ Shape letters: N rollouts with a reward, S their steps.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -41,6 +42,7 @@ Episode = Literal[
     "gdpo",
     "grpo_per_role",
     "tree_grpo",
+    "running_baseline",
     "none",
 ]
 StepName = Literal[
@@ -66,7 +68,9 @@ class CreditConfig:
     episode: Episode = "grpo"
     """Term that compares whole rollouts of a group. `opo` and `reinforce_pp_baseline_as_published` need to
     know how many tokens each call sampled, `grpo_per_role` the agents' names, `tree_grpo` rollouts that
-    branch; `gdpo` scales each reward of `reward_weights` in its group before they are added."""
+    branch; `gdpo` scales each reward of `reward_weights` in its group before they are added;
+    `running_baseline` compares with earlier rollouts of the same kind, for tasks that are run once, as in
+    production."""
     step: StepName = "none"
     """Term that compares steps: from the same state (`gigpo`), from the same last states (`hgpo`), or with
     what the others still earn from that step on (`leave_one_out_to_go`). `gigpo_as_published` also takes the
@@ -108,6 +112,11 @@ class CreditConfig:
     reward_weights: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_WEIGHTS))
     """Rewards that count, by name, with their weights: the outcome is their weighted sum, and all must be
     there. `gdpo` keeps them apart."""
+    baseline_decay: float = 0.95
+    """What a rollout weighs less in the `running_baseline` when one more has come; 0 to below 1."""
+    baseline_key: str = "task_id"
+    """Which rollouts the `running_baseline` takes to be of one kind: of the same `task_id`, `all`, or of the
+    same `task.NAME`, a value in the task (`task.a.b`: inside another)."""
 
     def __post_init__(self) -> None:
         """Check names, ranges, and that every setting that was changed has an effect."""
@@ -126,6 +135,10 @@ class CreditConfig:
             raise ConfigError(f"anchors is {self.anchors!r}; expected 'exact' or 'similar'")
         if not 0.5 <= self.similarity <= 1.0:
             raise ConfigError(f"similarity is {self.similarity!r}; expected 0.5 to 1")
+        if not 0.0 <= self.baseline_decay < 1.0:
+            raise ConfigError(f"baseline_decay is {self.baseline_decay!r}; expected 0 to below 1")
+        if not re.fullmatch(r'task_id|all|task(\.[^."]+)+', self.baseline_key):
+            raise ConfigError(f"baseline_key is {self.baseline_key!r}; expected task_id, all or task.NAME")
         if self.ddof not in (0, 1):
             raise ConfigError(f"ddof is {self.ddof!r}; expected 0 or 1")
         for name in ("step_weight", "eps", "history", "history_weight", "evidence_prior", "value_prior"):
@@ -194,8 +207,9 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
         CreditError: A rollout or call occurs twice, or a reward is not finite.
 
     Groups in which all rewards are equal, and lone rollouts, get zeros in both terms (a lone rollout's
-    episode term: `config.singleton`). The paper's step term alone would train such a group for gamma < 1:
-    the rewards differ by how far they are discounted, which says who was shorter and not who was better.
+    episode term: `config.singleton`); a running baseline knows no groups. The paper's step term alone would
+    train such a group for gamma < 1: the rewards differ by how far they are discounted, which says who was
+    shorter and not who was better.
     """
     _check(trajectories)
     totals = [_total(trajectory, config) for trajectory in trajectories]
@@ -223,6 +237,7 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
         exact_anchor_ids_S=batch.exact_anchor_ids_S if config.anchors == "similar" else None,
         advantages_S=advantages_S,
         rollouts=len(trajectories),
+        baselines_N=batch.baselines_N if config.episode == "running_baseline" else None,
     )
     return CreditResult(advantages, diagnostics)
 

@@ -56,6 +56,7 @@ def batch_of(
         anchor_ids_S=anchors_S,
         exact_anchor_ids_S=exact_S,
         rewards_S=rewards_S,
+        baselines_N=np.array([trajectory.baseline for trajectory in known], dtype=np.float64),
     )
 
 

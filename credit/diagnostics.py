@@ -47,6 +47,8 @@ class CreditDiagnostics:
     """Mean over groups of the standard deviation inside, population."""
     advantage_abs_mean: float | None
     """Mean |A| over steps."""
+    without_baseline: int | None = None
+    """Rollouts of which the running baseline expected nothing: of no known kind, or the first of theirs."""
 
     def metrics(self) -> Mapping[str, float]:
         """The numbers by name; what is not known is not in it."""
@@ -67,6 +69,7 @@ class CreditDiagnostics:
             "reward/std": self.reward_std,
             "reward/std_in_groups": self.reward_std_in_groups,
             "advantage/abs_mean": self.advantage_abs_mean,
+            "baseline/missing": self.without_baseline,
         }
         return {name: float(value) for name, value in named.items() if value is not None}
 
@@ -81,6 +84,7 @@ def diagnose(
     exact_anchor_ids_S: Ints | None = None,
     advantages_S: Floats,
     rollouts: int,
+    baselines_N: Floats | None = None,
 ) -> CreditDiagnostics:
     """Describe a batch.
 
@@ -93,6 +97,7 @@ def diagnose(
         exact_anchor_ids_S: The same by equal observations alone, where `anchor_ids_S` is by similarity.
         advantages_S: What each step got.
         rollouts: Rollouts in the batch, scored or not.
+        baselines_N: What was expected of each scored rollout, where that is what it is compared with.
     """
     _, first = np.unique(group_ids_N, return_index=True)
     pools = pool_statistics(returns_N, group_ids_N, ddof=0)
@@ -115,6 +120,7 @@ def diagnose(
         reward_std=float(returns_N.std()) if len(first) else None,
         reward_std_in_groups=float(stds.mean()) if len(first) else None,
         advantage_abs_mean=float(np.abs(advantages_S).mean()) if len(advantages_S) else None,
+        without_baseline=None if baselines_N is None else int(np.isnan(baselines_N).sum()),
     )
 
 

@@ -27,6 +27,7 @@ from spangrad.credit.reinforce_pp import (
 )
 from spangrad.credit.rloo import rloo
 from spangrad.credit.roles import role_advantages
+from spangrad.credit.running import baseline_advantages
 from spangrad.credit.state_actions import NO_ACTION, state_action_advantages
 from spangrad.credit.tree_terms import tree_edges, tree_grpo, tree_rl
 from spangrad.credit.turns import leave_one_out_to_go, mt_grpo, per_turn_index
@@ -62,6 +63,8 @@ class Batch:
     """The same where only equal observations are one state."""
     rewards_S: Floats
     """Reward of the step, in the last one with the outcome."""
+    baselines_N: Floats
+    """Return that was to be expected; NaN: not known."""
 
     @property
     def group_ids_S(self) -> Ints:
@@ -266,6 +269,10 @@ EPISODE_TERMS: Final[Mapping[str, EpisodeTerm]] = {
             batch.returns_N, batch.group_ids_N, _tokens(batch), eps=config.eps
         ),
         frozenset({"eps"}),
+    ),
+    "running_baseline": EpisodeTerm(
+        lambda batch, _: baseline_advantages(batch.returns_N, batch.baselines_N),
+        frozenset({"baseline_decay", "baseline_key"}),
     ),
     "best_of_group": EpisodeTerm(
         lambda batch, config: best_of_group(

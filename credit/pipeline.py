@@ -16,6 +16,7 @@ from spangrad.adapters.model_call import Grade, ModelCall, Purpose
 from spangrad.credit.aggregation import Aggregation, weigh
 from spangrad.credit.assign import CreditConfig, assign
 from spangrad.credit.forks import parents_of
+from spangrad.credit.history import baselines_of
 from spangrad.credit.pairs import Preferred
 from spangrad.credit.rendered import REWRITTEN, Render, count_rewritten, rendered, with_unknown_tools
 from spangrad.credit.rewards import DEFAULT_AUTHORS, RolloutRewards, by_rollout, rewards_of
@@ -174,7 +175,12 @@ def trajectories_of(
         mine = given.get(rollout.rollout_id, ())
         rewards = rewards_of(rollout, mine, calls, authors=authors, weights=reward_weights)
         found.append(_trajectory(rollout, calls, rewards, config, parents))
-    return found
+    if config is None or config.episode != "running_baseline" or not found:
+        return found
+    totals = {one.rollout_id: one.total_reward for one in found}
+    known = {name: total for name, total in totals.items() if total is not None}
+    expected = baselines_of(store, known, rollouts, config, authors=authors, weights=reward_weights)
+    return [replace(one, baseline=expected.get(one.rollout_id)) for one in found]
 
 
 def samples_of(rows: Sequence[Transition], policy_version: int | None = None) -> list[UpdateSample]:

@@ -39,6 +39,8 @@ class Trajectory:
     steps: Sequence[Step]
     components: Mapping[str, float | None] = field(default_factory=dict)
     """The outcome's parts by name, without their weights; `reward` is their weighted sum."""
+    baseline: float | None = None
+    """Return that was to be expected before it ran, for a comparison without a group; None: not known."""
 
     @property
     def total_reward(self) -> float | None:

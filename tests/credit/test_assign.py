@@ -38,7 +38,7 @@ def trajectory(
         )
         for t, (a, r) in enumerate(zip(anchors, given_rewards, strict=True))
     ]
-    return Trajectory(name, group, reward, steps, {"reward": reward})
+    return Trajectory(name, group, reward, steps, {"reward": reward}, baseline=reward)
 
 
 def test_every_step_gets_the_advantage_of_its_rollout():
@@ -150,6 +150,8 @@ def test_a_reward_that_is_not_finite_is_an_error_that_names_the_rollout():
         {"step": "gigp"},
         {"step": "hgpo", "history": -1},
         {"step": "gigpo", "anchors": "fuzzy"},
+        {"episode": "running_baseline", "baseline_decay": 1.0},
+        {"episode": "running_baseline", "baseline_key": "task."},
         {"step": "gigpo", "anchors": "similar", "similarity": 1.5},
     ],
 )
@@ -172,6 +174,7 @@ configs = st.sampled_from(
         CreditConfig(episode="none", step="gigpo", scale_by_std=False),
         CreditConfig(episode="maxrl", step="hgpo"),
         CreditConfig(step="gigpo", anchors="similar", similarity=0.5),
+        CreditConfig(episode="running_baseline", step="gigpo"),
         CreditConfig(episode="reinforce_pp_baseline", step="leave_one_out_to_go"),
     ]
 )
@@ -264,7 +267,11 @@ CHANGED: dict[str, Any] = {
     "evidence_prior": 1.0,
     "value_prior": 0.5,
     "reward_weights": {"reward": 1.0, "format": 2.0},
+    "baseline_decay": 0.5,
+    "baseline_key": "all",
 }
+OF_THE_PIPELINE = {"baseline_decay", "baseline_key"}
+"""Used before `assign`: `test_running.py`."""
 LONG = "You are in a room with a door to the north, a lamp, a rusty key and a letter on the table."
 SEEN = {"u": f"{LONG} It is 10:01.", "v": f"{LONG} It is 10:02.", "s": f"{LONG[:60]} {'Nothing. ' * 4}"}
 """u and v are similar, s has half of its text in common with them."""
@@ -290,6 +297,7 @@ RICH = [
             for t, (a, r, n) in enumerate(steps)
         ],
         {"reward": reward, "format": float("adik".find(name) % 3)},
+        baseline=reward / 3,
     )
     for name, group, reward, steps in (
         ("a", "g", 1.0, [("s", 0.0, 3), ("t", 0.5, 1), ("u", 0.0, 2)]),
@@ -337,7 +345,7 @@ def test_every_setting_changes_something_or_is_refused(terms):
         if name not in config.settings_used():
             with pytest.raises(ConfigError, match=f"^{name} = .* has no effect with episode"):
                 replace(config, **{name: value})
-        else:
+        elif name not in OF_THE_PIPELINE:
             assert assign(batch, replace(config, **{name: value})).advantages != before, name
 
 

@@ -143,6 +143,7 @@ OUT_OF_RANGE = [
     (CreditConfig, "similarity", 0.4, "0.5 to 1"),
     (CreditConfig, "evidence_prior", -1.0, "0 or more"),
     (CreditConfig, "value_prior", -1.0, "0 or more"),
+    (CreditConfig, "baseline_decay", 1.0, "0 to below 1"),
     (LearnerConfig, "dtype", "float16", "one of float32, bfloat16"),
     (LearnerConfig, "device", "gpu", "cpu, cuda or cuda:N"),
     (LearnerConfig, "lr", -1.0, "more than 0"),

@@ -1,0 +1,112 @@
+"""What rollouts before a batch have earned, read from the store: all that a running baseline is made of.
+
+Invariants:
+* the same batch has the same history whenever it is credited: only what ended before its last rollout
+  counts, so a trainer that restarts goes on with the same numbers;
+* only rollouts of the batch's runs and splits count, current attempts that succeeded and have a reward;
+* the cost does not grow with the store's age: of each kind the last few rollouts, as the decay says.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from spangrad.adapters.calls import calls_of
+from spangrad.adapters.model_call import ModelCall
+from spangrad.credit.assign import CreditConfig
+from spangrad.credit.groups import labels
+from spangrad.credit.rewards import by_rollout, total_reward
+from spangrad.credit.running import rollouts_remembered, running_baselines
+from spangrad.store.base import Store
+from spangrad.store.records import Rollout
+
+_SQL: Final = """
+WITH ended AS (
+  SELECT rollout_id, ended_ns, CAST({kind} AS VARCHAR) AS kind,
+    rollout_id IN (SELECT unnest($batch::VARCHAR[])) AS is_own
+  FROM rollouts LEFT JOIN tasks USING (task_key)
+  WHERE status = 'succeeded' AND ended_ns IS NOT NULL AND split IN (SELECT unnest($splits::VARCHAR[]))
+    AND coalesce(run_id, '') IN (SELECT unnest($runs::VARCHAR[]))
+), bounds AS (
+  SELECT kind, min(ended_ns) AS first_ns, max(ended_ns) AS last_ns FROM ended WHERE is_own GROUP BY kind
+), placed AS (
+  SELECT rollout_id, ended_ns, kind, is_own, ended_ns >= first_ns AS is_between,
+    row_number() OVER (
+      PARTITION BY kind, is_own, ended_ns >= first_ns ORDER BY ended_ns DESC, rollout_id DESC
+    ) AS place
+  FROM ended JOIN bounds USING (kind) WHERE ended_ns <= last_ns
+)
+SELECT rollout_id, ended_ns, kind, is_own FROM placed WHERE is_own OR is_between OR place <= $remembered
+ORDER BY ended_ns, rollout_id
+"""
+
+
+def baselines_of(
+    store: Store,
+    totals: Mapping[str, float],
+    batch: Sequence[Rollout],
+    config: CreditConfig,
+    *,
+    authors: Sequence[str],
+    weights: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """`running_baselines` of a batch by rollout id; those of no known kind and the first of theirs have none.
+
+    Args:
+        store: Where they are.
+        totals: Returns of the batch, where they are known.
+        batch: Rollouts that ended.
+        config: Its `baseline_key` says what a rollout's kind is, its `baseline_decay` how far back to look.
+        authors: Whose rewards count.
+        weights: As in `rewards_of`.
+
+    Rollouts are in order of the time at which they ended, those of one moment in order of their ids.
+    """
+    names = config.baseline_key.split(".")[1:]
+    parameters: dict[str, Any] = {
+        "batch": [rollout.rollout_id for rollout in batch],
+        "splits": sorted({rollout.split for rollout in batch}),
+        "runs": sorted({rollout.run_id or "" for rollout in batch}),
+        "remembered": rollouts_remembered(config.baseline_decay),
+    }
+    if names:
+        parameters["path"] = "$" + "".join(f'."{name}"' for name in names)
+    kind = {"task_id": "task_id", "all": "'all'"}.get(config.baseline_key, "(task ->> $path)")
+    rows = store.query(_SQL.format(kind=kind), parameters)
+    earlier = [row["rollout_id"] for row in rows if not row["is_own"]]
+    known = {**totals, **_totals(store, earlier, authors, weights)}
+    ordered = [row for row in rows if row["rollout_id"] in known]
+    baselines_M = running_baselines(
+        np.array([known[row["rollout_id"]] for row in ordered], dtype=np.float64),
+        labels([row["kind"] for row in ordered]),
+        decay=config.baseline_decay,
+    )
+    return {
+        row["rollout_id"]: baseline
+        for row, baseline in zip(ordered, baselines_M.tolist(), strict=True)
+        if row["is_own"] and not math.isnan(baseline)
+    }
+
+
+def _totals(
+    store: Store, ids: Sequence[str], authors: Sequence[str], weights: Mapping[str, float] | None
+) -> dict[str, float]:
+    """Returns of those that have one. Calls are read only where one of them was rewarded."""
+    if not ids:
+        return {}
+    given = by_rollout(store.rewards(ids))
+    in_parts = [name for name, mine in given.items() if any(one.call_id is not None for one in mine)]
+    calls: dict[str, list[ModelCall]] = {}
+    for call in calls_of(store, in_parts) if in_parts else ():
+        calls.setdefault(call.rollout_id or "", []).append(call)
+    found = {}
+    for rollout in store.rollouts(rollout_ids=ids):
+        name = rollout.rollout_id
+        total = total_reward(
+            rollout, given.get(name, ()), calls.get(name, ()), authors=authors, weights=weights
+        )
+        if total is not None:
+            found[name] = total
+    return found
