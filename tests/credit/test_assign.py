@@ -382,7 +382,7 @@ def test_equal_rewards_give_zero_for_every_estimator_and_discount(groups, reward
     wanted = {"gamma": gamma, "scale_by_std": scale, "ddof": ddof}
     config = CreditConfig(**credit, **{name: value for name, value in wanted.items() if name in used})
     if credit["step"] == "mt_grpo" or TREES & set(credit.values()):
-        groups = [["a" + anchors for anchors in members] for members in groups]
+        groups = [["aa" + anchors for anchors in members] for members in groups]
         assume(groups or credit["step"] == "mt_grpo")
     one_reward: list[float | None] = [0.5] if credit["step"] == "mt_grpo" else [None]
     batch = [
