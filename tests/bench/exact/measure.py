@@ -149,28 +149,37 @@ def _to_go(rewards_RT: Floats) -> Floats:
 
 
 def draw(mdp: Mdp, groups: int, seed: int) -> Data:
-    """Sample groups."""
+    """Sample groups; what the last step of a rollout earns is its outcome."""
     sampled = sample(mdp, groups, SIZE, np.random.default_rng(seed))
     rollout_index_S, step_index_S = np.nonzero(sampled.states_RT != END)
-    known: dict[tuple[int, int, float], Step] = {}
+    is_last_S = np.r_[rollout_index_S[1:] != rollout_index_S[:-1], True]
+    known: dict[tuple[int, int, int, float | None], Step] = {}
     steps: list[list[Step]] = [[] for _ in range(groups * SIZE)]
-    states = sampled.states_RT[rollout_index_S, step_index_S].tolist()
-    rewards = sampled.rewards_RT[rollout_index_S, step_index_S].tolist()
-    for rollout, t, state, reward in zip(
-        rollout_index_S.tolist(), step_index_S.tolist(), states, rewards, strict=True
-    ):
-        if (step := known.get((t, state, reward))) is None:
-            step = known[t, state, reward] = Step(str(t), t, f"state {state}", reward, tokens=1)
+    outcomes = np.zeros(groups * SIZE)
+    outcomes[rollout_index_S[is_last_S]] = sampled.rewards_RT[rollout_index_S, step_index_S][is_last_S]
+    places = zip(rollout_index_S.tolist(), step_index_S.tolist(), is_last_S.tolist(), strict=True)
+    for rollout, t, is_last in places:
+        state, action = int(sampled.states_RT[rollout, t]), int(sampled.actions_RT[rollout, t])
+        reward = None if is_last else float(sampled.rewards_RT[rollout, t])
+        if (step := known.get((t, state, action, reward))) is None:
+            told = {"role": "agent", "action": f"action {action}"}
+            more = {name: text for name, text in told.items() if name in Step.__dataclass_fields__}
+            step = Step(str(t), t, f"state {state}", reward, tokens=1, **more)  # type: ignore[arg-type]
+            known[t, state, action, reward] = step
         steps[rollout].append(step)
     trajectories = [
-        Trajectory(str(number), str(number // SIZE), 0.0, own) for number, own in enumerate(steps)
+        Trajectory(str(number), str(number // SIZE), float(outcomes[number]), own)
+        for number, own in enumerate(steps)
     ]
     group_ids_N = np.arange(groups * SIZE) // SIZE
     return Data(mdp, sampled, trajectories, rollout_index_S, step_index_S, group_ids_N)
 
 
 def composable() -> dict[str, CreditConfig]:
-    """Every pair of terms that `CreditConfig` takes, with and without division; undiscounted."""
+    """Every pair of terms that `CreditConfig` takes, with and without division, undiscounted.
+
+    Terms alone also shrunk by evidence.
+    """
     found: dict[str, CreditConfig] = {}
     for episode, step in product((NONE, *EPISODES), (NONE, *STEPS)):
         try:
@@ -182,6 +191,8 @@ def composable() -> dict[str, CreditConfig]:
         variants = [config]
         if "scale_by_std" in config.settings_used():
             variants.append(replace(config, scale_by_std=False))
+        if "evidence_prior" in config.settings_used() and episode == NONE:
+            variants += [replace(variant, evidence_prior=2.0) for variant in variants]
         found |= {name_of(variant): variant for variant in variants}
     return found
 
@@ -271,8 +282,10 @@ def measure(mdp: Mdp, groups: int, seed: int, names: Collection[str] | None = No
     singles: dict[str, Floats] = {}
     for name, config in configs.items():
         if is_single(config):
-            with suppress(CreditError):  # it is not for such rollouts
-                singles[name] = data.estimates(assigned(data, config))
+            with suppress(CreditError):
+                estimates_MD = data.estimates(assigned(data, config))
+                if np.isfinite(estimates_MD).all():  # elsewhere a part of the reward is missing
+                    singles[name] = estimates_MD
     held: dict[str, Held | None] = {}
     for name, config in configs.items():
         terms = terms_of(config)
