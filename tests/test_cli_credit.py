@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from spangrad.adapters import account_unread
 from spangrad.cli import app
+from spangrad.commands.crediting import compare
 from spangrad.store import open_store
 from spangrad.store.records import Reward, Rollout
 from tests.command_line import listed, recorded
@@ -65,6 +66,18 @@ def test_tables_name_the_estimators_and_what_is_wasted(store: str) -> None:
     assert "Wasted groups (2 of 3)" in done.stdout
     assert "equal\t2\t0 2x\tall returns are equal\tall" in done.stdout
     assert "1 of 11 steps" in done.stderr
+
+
+def test_on_a_terminal_estimators_are_headed_as_they_are_typed(
+    store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "160")
+    compare(store=store, estimators="grpo,leave_one_out_to_go")
+    shown = capsys.readouterr().out
+    assert "effective steps" in shown
+    # two rows and two headings
+    assert shown.count("leave_one_out_to_go") == 4
 
 
 def test_the_page_is_whole_and_trusts_no_trace(store: str, tmp_path: Path) -> None:

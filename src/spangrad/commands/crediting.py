@@ -222,7 +222,7 @@ def _show(found: "Comparison", limit: int) -> None:
     if len(names) > 1:
         print("\nRank correlation of advantages")
         rows = [{"": name, **found.rank_correlation[name]} for name in names]
-        print_rows(("", *names), rows, right=names)
+        print_rows(("", *names), rows, right=names, names=names)
     wasted = wasted_rows(found)
     if wasted:
         print(f"\nWasted groups ({len(wasted)} of {len(found.groups)})")
@@ -237,7 +237,8 @@ def _show(found: "Comparison", limit: int) -> None:
             {"rollout": step.rollout_id, "step": step.step_index, "return": step.return_, **step.advantages}
             for _, step in steps
         ]
-        print_rows(("rollout", "step", "return", *names), listed, right=("step", "return", *names))
+        columns = ("rollout", "step", "return", *names)
+        print_rows(columns, listed, right=columns[1:], names=names)
         _tell_more(len(apart), len(steps), "steps")
 
 

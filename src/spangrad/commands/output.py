@@ -33,6 +33,7 @@ def print_rows(
     rows: Sequence[Mapping[str, Any]],
     *,
     right: Sequence[str] = (),
+    names: Sequence[str] = (),
     may_be_blocks: bool = False,
 ) -> None:
     """Print the named columns of rows; what is not known is `-`.
@@ -41,6 +42,7 @@ def print_rows(
         columns: Keys of the rows, also the headings.
         rows: What to print.
         right: Columns to align on the right.
+        names: Columns called what a user would type: their underscores stay in the heading.
         may_be_blocks: Print lines `column: value` for each row where a terminal has no width for a table.
     """
     if not columns:
@@ -54,9 +56,9 @@ def print_rows(
     if may_be_blocks and rows and _least_width(columns, rows) > console.width:
         _print_blocks(console, columns, rows)
         return
-    table = _table(columns, rows, right, cell)
+    table = _table(columns, rows, right, names, cell)
     if console.measure(table).maximum > console.width:
-        table = _table(columns, rows, right, lambda value: _short(cell(value)))
+        table = _table(columns, rows, right, names, lambda value: _short(cell(value)))
     console.print(table)
 
 
@@ -77,12 +79,14 @@ def _table(
     columns: Sequence[str],
     rows: Sequence[Mapping[str, Any]],
     right: Sequence[str],
+    names: Sequence[str],
     text_of: Callable[[Any], str],
 ) -> Table:
     table = Table(box=None, padding=(0, _PADDING, 0, 0), header_style="bold", pad_edge=False)
     for column in columns:
         side: Literal["left", "right"] = "right" if column in right else "left"
-        table.add_column(column.replace("_", " "), justify=side, overflow="fold")
+        heading = Text(column if column in names else column.replace("_", " "))
+        table.add_column(heading, justify=side, overflow="fold")
     for row in rows:
         table.add_row(*(Text(text_of(row.get(column))) for column in columns))
     return table
