@@ -97,7 +97,7 @@ def test_every_token_is_sampled_or_shown_at_most_once(steps):
     calls: list[ModelCall] = []
     for k, (from_, observation, reply) in enumerate(steps):
         before = calls[from_ % len(calls)] if calls and from_ else None
-        start = [] if before is None else [*before.prompt_token_ids, *before.choices[0].sampled_token_ids]  # type: ignore[misc]
+        start = [] if before is None else [*before.prompt_token_ids, *before.choices[0].sampled_token_ids]
         calls.append(call(f"c{k}", [*start, *[5] * observation], [6] * reply, start_ns=k))
     seen = set()
     for row in transitions(build_tree(calls), None, group_id="g"):

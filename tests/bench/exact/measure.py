@@ -162,9 +162,9 @@ def draw(mdp: Mdp, groups: int, seed: int) -> Data:
         state, action = int(sampled.states_RT[rollout, t]), int(sampled.actions_RT[rollout, t])
         reward = None if is_last else float(sampled.rewards_RT[rollout, t])
         if (step := known.get((t, state, action, reward))) is None:
-            told = {"role": "agent", "action": f"action {action}"}
-            more = {name: text for name, text in told.items() if name in Step.__dataclass_fields__}
-            step = Step(str(t), t, f"state {state}", reward, tokens=1, **more)  # type: ignore[arg-type]
+            step = Step(
+                str(t), t, f"state {state}", reward, tokens=1, role="agent", action=f"action {action}"
+            )
             known[t, state, action, reward] = step
         steps[rollout].append(step)
     trajectories = [
