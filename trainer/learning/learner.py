@@ -14,6 +14,7 @@ Invariants:
 
 import copy
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,18 +49,20 @@ from spangrad.trainer.learning.objective import batch_loss, monitor
 from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.learning.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 from spangrad.trainer.learning.output_head import Entropy, head_form
+from spangrad.trainer.learning.packer import Packer, count_batch, told
 from spangrad.trainer.learning.packing import (
     Batch,
     Selection,
     bucketed_batches,
     check_vocabulary,
     data_metrics,
-    pack,
     select_rows,
     trimmed_length,
     whole_groups,
 )
 from spangrad.trainer.learning.preference import Comparison
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -72,7 +75,7 @@ class Learner:
 
         Raises:
             PolicyError: The model folder can't be loaded.
-            ConfigError: The device does not exist.
+            ConfigError: The device does not exist, or the model takes no packs and the config asks for them.
         """
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -80,14 +83,13 @@ class Learner:
         self.device = usable_device(config.device)
         torch.manual_seed(config.seed)
         self.model = load_model(config.model_path, device=self.device)
+        self._packer = Packer(config, self.model)
         compares = config.uses_ratio or OBJECTIVES[config.objective].compares_sequences
         needs_reference = compares or config.kl_coef > 0
         self._reference = copy.deepcopy(self.model).requires_grad_(False) if needs_reference else None
         self._head = head_form(self.model)
         self._optimizer = make_optimizer(self.model, config)
         self._vocabulary = vocabulary_size(self.model)
-        pad = self.model.config.pad_token_id
-        self._pad_token_id = pad if isinstance(pad, int) else 0
         self.updates = 0
         """Calls of `update` so far, over all resumes."""
         self.optimizer_steps = 0
@@ -129,6 +131,7 @@ class Learner:
                 seconds["optimizer"] += time.perf_counter() - began
                 is_first = False
         self.updates += 1
+        logger.info("update %d: %d rows, %s", self.updates, len(selection.rows), told(totals.metrics()))
         metrics = totals.metrics() | data_metrics(selection, policy_version=policy_version)
         # Losses were summed over microbatches: report what one pass over all rows adds up to.
         metrics |= {k: v / config.epochs_per_update for k, v in metrics.items() if k.startswith("loss/")}
@@ -170,6 +173,7 @@ class Learner:
         )
         use_temperature = config.uses_ratio
         for batch, reference in batches:
+            count_batch(batch, totals, passes=config.epochs_per_update)
             reference_M = None
             if reference is not None:
                 began = time.perf_counter()
@@ -210,11 +214,7 @@ class Learner:
         return norm
 
     def _pack(self, rows: Sequence[Transition]) -> Iterator[Batch]:
-        for batch in pack(
-            rows,
-            max_tokens_per_batch=self.config.max_tokens_per_microbatch,
-            pad_token_id=self._pad_token_id,
-        ):
+        for batch in self._packer.batches(rows):
             yield batch.to(self.device)
 
     def _stats(
@@ -269,6 +269,7 @@ class Learner:
             total_weight = sum(row.loss_weight * int(row.action_mask.sum()) for row in step_rows)
             step_loss = 0.0
             for batch in self._pack(step_rows):
+                count_batch(batch, totals)
                 mask_BT = batch.target_mask_BT
                 stats = self._stats(self.model, batch, use_temperature=False)
                 weights_M = batch.weights_BT[mask_BT] / total_weight
@@ -277,7 +278,6 @@ class Learner:
                 step_loss += float(loss.detach())
             metrics = {"loss/bc": step_loss, "grad/norm": self._step(lr), "optimizer/lr": lr}
             totals.add_sum("data/trained_tokens", sum(int(row.action_mask.sum()) for row in step_rows))
-            totals.add_sum("data/forward_tokens", float(lengths[indices].sum() - len(indices)))
             if step >= steps - max(1, steps // 10):
                 tail.add_mean("loss/bc", step_loss, 1)
             if progress is not None:

@@ -12,6 +12,7 @@ from spangrad.errors import ConfigError
 from spangrad.trainer.learning.objectives import OBJECTIVES, KlEstimator, SequenceUnit
 
 DTYPES = ("float32", "bfloat16")
+PACKINGS = ("auto", "tree", "varlen", "padded")
 SCHEDULES = ("cosine", "linear", "constant")
 
 
@@ -88,6 +89,13 @@ class LearnerConfig:
 
     On a CPU 2048 to 4096 is fastest (activations stay in the cache); on a GPU what memory allows.
     """
+    packing: str = "auto"
+    """How rows are laid out for a pass: `tree` (a token that rows begin with in common is computed once),
+    `varlen` (in one line, nothing shared, no padding), `padded`, or `auto`: what computes fewest tokens.
+
+    Changes no number but rounding. A model that takes no packs gets `padded` from `auto`, with a warning,
+    and refuses the other two.
+    """
     kl_monitor_rows: int = 128
     """`policy/kl_to_start` is measured on at most this many rows, taken at random; 0 or more. All are where
     `kl_coef` is above 0, none where the objective needs no starting policy (`bc`, `awr`)."""
@@ -146,6 +154,7 @@ class LearnerConfig:
             ("epochs_per_update", self.epochs_per_update >= 1, "1 or more"),
             ("minibatches_per_update", self.minibatches_per_update >= 1, "1 or more"),
             ("max_tokens_per_microbatch", self.max_tokens_per_microbatch >= 1, "1 or more"),
+            ("packing", self.packing in PACKINGS, f"one of {', '.join(PACKINGS)}"),
             ("kl_monitor_rows", self.kl_monitor_rows >= 0, "0 or more"),
             ("seed", self.seed >= 0, "0 or more"),
             ("threads", self.threads >= 0, "0 or more"),

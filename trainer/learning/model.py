@@ -155,14 +155,14 @@ def target_stats(
     device_type = mask_BT.device.type
     with torch.autocast(device_type, dtype=torch.bfloat16, enabled=compute_dtype == torch.bfloat16):
         if head is None:
-            logits_MV = model(input_ids=batch.input_ids_BT, use_cache=False).logits[mask_BT]
+            logits_MV = batch.at_targets(model(**batch.model_inputs(), use_cache=False).logits)
         else:
-            hidden_BTH = model.base_model(input_ids=batch.input_ids_BT, use_cache=False).last_hidden_state
+            hidden_BTH = model.base_model(**batch.model_inputs(), use_cache=False).last_hidden_state
     if head is None:
         stats = stats_of_logits(logits_MV, targets_M, temperatures_M, entropy=entropy)
     else:
         stats = stats_of_targets(
-            hidden_BTH[mask_BT],
+            batch.at_targets(hidden_BTH),
             output_layer(model),
             targets_M,
             temperatures_M,

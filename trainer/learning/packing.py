@@ -1,4 +1,4 @@
-"""Transition rows to padded, shifted batches.
+"""Transition rows to shifted batches; padded ones are made here, packs without padding in `layouts.py`.
 
 Knows: how rows are cut, sorted, bounded and laid out as tensors. Does not know: models,
 losses or where the rows came from.
@@ -15,6 +15,7 @@ Invariants:
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,13 +25,16 @@ from torch import Tensor
 from spangrad.credit.transition import Transition
 from spangrad.errors import CreditError, EmptyBatchError, GradeError, PolicyError
 from spangrad.trainer.learning.objectives import OBJECTIVES
+from spangrad.trainer.learning.tree_attention import Pack
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Rows of similar length as tensors.
+    """Rows as tensors: padded rows of similar length, or a `pack`.
 
-    Where `target_mask_BT` is False, the fields that tell of the predicted token mean nothing.
+    In a pack, inputs have the shape (1, P), and the fields that tell of a predicted token count the row's
+    targets instead of its positions. Targets come in the order of `target_mask_BT` either way, row by row;
+    where that is False, those fields mean nothing.
     """
 
     row_indices: tuple[int, ...]
@@ -57,6 +61,33 @@ class Batch:
     """int64; which call sampled the predicted token: a number of its own in this batch, whatever the row."""
     temperatures_BT: Tensor
     """float32; the row's sampling temperature, 1 where it was 0 (engines report greedy logprobs at 1)."""
+    pack: Pack | None = None
+    """None: padded rows."""
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Keyword arguments of a model's forward pass."""
+        return {"input_ids": self.input_ids_BT} | ({} if self.pack is None else self.pack.model_inputs())
+
+    def at_targets(self, values_BTX: Tensor) -> Tensor:
+        """What of a model's outputs (hidden states, logits) predicts the targets, (M, X) in mask order."""
+        if self.pack is None:
+            return values_BTX[self.target_mask_BT]
+        return values_BTX.flatten(0, 1)[self.pack.sources_M]
+
+    @property
+    def layout(self) -> str:
+        """How the rows are laid out: `padded`, `varlen` or `tree`."""
+        return "padded" if self.pack is None else self.pack.layout
+
+    @property
+    def forward_tokens(self) -> int:
+        """Tokens that the model computes, padding not counted."""
+        return int(self.attention_mask_BT.sum())
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of rows that are not computed because another row has them."""
+        return 0 if self.pack is None else self.pack.shared_tokens
 
     @property
     def trained_tokens(self) -> int:
@@ -65,8 +96,12 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on another device."""
-        tensors = (getattr(self, field.name) for field in fields(self)[1:])
-        return Batch(self.row_indices, *(tensor.to(device) for tensor in tensors))
+        moved: dict[str, Any] = {
+            field.name: value.to(device)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor | Pack)
+        }
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,7 +235,6 @@ def data_metrics(selection: Selection, *, policy_version: int | None) -> dict[st
         "data/rows": len(rows),
         "data/rollouts": len({(row.rollout_id, row.attempt) for row in rows}),
         "data/trained_tokens": sum(int(row.action_mask.sum()) for row in rows),
-        "data/forward_tokens": sum(trimmed_length(row) - 1 for row in rows),
         "data/rows_without_tokens": selection.rows_without_tokens,
         "data/rows_without_signal": selection.rows_without_signal,
         "data/tokens_without_advantage": selection.tokens_without_advantage,
@@ -233,12 +267,18 @@ def trimmed_length(row: Transition) -> int:
     return int(trained[-1]) + 1 if trained.size else 0
 
 
-def _batch(
-    rows: Sequence[Transition], indices: Sequence[int], lengths: NDArray[np.int64], pad_token_id: int
-) -> Batch:
-    shape = (len(indices), int(max(lengths[i] for i in indices)) - 1)
-    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
-    attention_mask = np.zeros(shape, dtype=np.bool_)
+def target_tensors(
+    rows: Sequence[Transition], indices: Sequence[int], tokens: Sequence[NDArray[np.int64]]
+) -> dict[str, Any]:
+    """The fields of `Batch` that tell of predicted tokens.
+
+    Args:
+        rows: What the indices are of.
+        indices: Rows of the batch.
+        tokens: For each of them the places of its predicted tokens, from 1 on; they fill its line from the
+            left.
+    """
+    shape = (len(indices), max(len(places) for places in tokens))
     target_ids = np.zeros(shape, dtype=np.int64)
     target_mask = np.zeros(shape, dtype=np.bool_)
     behavior = np.zeros(shape, dtype=np.float32)
@@ -250,34 +290,46 @@ def _batch(
     # A trained token outside every segment counts as of one more call of its row.
     call_ids = row_ids.copy()
     calls = shape[0]
-    for b, index in enumerate(indices):
-        row, stop = rows[index], int(lengths[index])
-        t = slice(0, stop - 1)
-        input_ids[b, t] = row.token_ids[: stop - 1]
-        attention_mask[b, t] = True
-        target_ids[b, t] = row.token_ids[1:stop]
-        target_mask[b, t] = row.action_mask[1:stop]
-        behavior[b, t] = row.behavior_logprobs[1:stop]
-        advantages[b, t] = row.advantages[1:stop]
-        versions[b, t] = row.policy_versions[1:stop]
+    for b, (index, places) in enumerate(zip(indices, tokens, strict=True)):
+        row, t = rows[index], slice(0, len(places))
+        target_ids[b, t] = row.token_ids[places]
+        target_mask[b, t] = row.action_mask[places]
+        behavior[b, t] = row.behavior_logprobs[places]
+        advantages[b, t] = row.advantages[places]
+        versions[b, t] = row.policy_versions[places]
         weights[b, :] = row.loss_weight
         for segment in row.segments:
-            call_ids[b, max(0, segment.start - 1) : segment.stop - 1] = calls
+            call_ids[b, t][(places >= segment.start) & (places < segment.stop)] = calls
             calls += 1
         temperatures[b, :] = row.temperature if row.temperature > 0 else 1.0
+    return {
+        "target_ids_BT": torch.from_numpy(target_ids),
+        "target_mask_BT": torch.from_numpy(target_mask),
+        "behavior_logprobs_BT": torch.from_numpy(behavior),
+        "advantages_BT": torch.from_numpy(advantages),
+        "weights_BT": torch.from_numpy(weights),
+        "versions_BT": torch.from_numpy(versions),
+        "row_ids_BT": torch.from_numpy(row_ids),
+        "call_ids_BT": torch.from_numpy(call_ids),
+        "temperatures_BT": torch.from_numpy(temperatures),
+    }
+
+
+def _batch(
+    rows: Sequence[Transition], indices: Sequence[int], lengths: NDArray[np.int64], pad_token_id: int
+) -> Batch:
+    shape = (len(indices), int(max(lengths[i] for i in indices)) - 1)
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    attention_mask = np.zeros(shape, dtype=np.bool_)
+    for b, index in enumerate(indices):
+        t = slice(0, int(lengths[index]) - 1)
+        input_ids[b, t] = rows[index].token_ids[t]
+        attention_mask[b, t] = True
     return Batch(
         row_indices=tuple(indices),
         input_ids_BT=torch.from_numpy(input_ids),
         attention_mask_BT=torch.from_numpy(attention_mask),
-        target_ids_BT=torch.from_numpy(target_ids),
-        target_mask_BT=torch.from_numpy(target_mask),
-        behavior_logprobs_BT=torch.from_numpy(behavior),
-        advantages_BT=torch.from_numpy(advantages),
-        weights_BT=torch.from_numpy(weights),
-        versions_BT=torch.from_numpy(versions),
-        row_ids_BT=torch.from_numpy(row_ids),
-        call_ids_BT=torch.from_numpy(call_ids),
-        temperatures_BT=torch.from_numpy(temperatures),
+        **target_tensors(rows, indices, [np.arange(1, lengths[i]) for i in indices]),
     )
 
 
