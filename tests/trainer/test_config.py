@@ -251,6 +251,19 @@ def test_only_a_constant_aggregation_has_a_number_of_tokens(tmp_path):
         load_config(write(tmp_path, MINIMAL + '[rollout]\naggregation = "constant"\n'))
 
 
+def test_a_table_inside_a_section_can_be_overridden_whole_or_by_key(tmp_path):
+    file = write(tmp_path, MINIMAL + "[learner]\ncorrection = {token_band = [0.5, 5]}\n")
+    assert load_config(file).learner.correction.token_band == (0.5, 5.0)
+    found = load_config(file, ["learner.correction.m2_max=0.04"]).learner.correction
+    assert (found.token_band, found.m2_max) == ((0.5, 5.0), 0.04)
+    found = load_config(file, ["learner.correction={proximal = true, token_tis = 2}"]).learner.correction
+    assert (found.token_band, found.token_tis) == (None, 2.0)
+    with pytest.raises(ConfigError, match="did you mean 'token_band'"):
+        load_config(file, ["learner.correction.token_bnd=[0.5, 5.0]"])
+    with pytest.raises(ConfigError, match="'lr' is not a table"):
+        load_config(write(tmp_path, MINIMAL + "[learner]\nlr = 1e-4\n"), ["learner.lr.x=1"])
+
+
 def test_an_override_with_an_unknown_key_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="unknown key 'temprature'; did you mean 'temperature'"):
         load_config(write(tmp_path, MINIMAL), ["rollout.temprature=1"])

@@ -18,6 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from spangrad.credit.transition import Transition
 from spangrad.errors import PolicyError
 from spangrad.trainer.learning import losses
 from spangrad.trainer.learning.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from spangrad.trainer.learning.corrections import correct
 from spangrad.trainer.learning.echo import with_observations
 from spangrad.trainer.learning.learner_config import LearnerConfig, scheduled_lr, update_lr
 from spangrad.trainer.learning.model import (
@@ -45,7 +47,7 @@ from spangrad.trainer.learning.model import (
     weight_tensors,
 )
 from spangrad.trainer.learning.monitors import Totals
-from spangrad.trainer.learning.objective import batch_loss, monitor
+from spangrad.trainer.learning.objective import batch_loss, measure_gap, monitor
 from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.learning.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 from spangrad.trainer.learning.output_head import Entropy, head_form
@@ -114,6 +116,9 @@ class Learner:
         selection = self._select(rows, objective=config.objective)
         totals = Totals()
         seconds = {"forward_backward": 0.0, "reference": 0.0, "optimizer": 0.0}
+        if config.correction.is_on:
+            selection = self._corrected(selection, policy_version, totals)
+            seconds["correction"] = time.perf_counter() - start
         lr = update_lr(config, self.updates)
         groups = whole_groups(selection.rows)
         parts = min(config.minibatches_per_update, len(groups))
@@ -148,6 +153,26 @@ class Learner:
         selection = select_rows(rows, objective=objective, needs_all_tokens=needs_all)
         check_vocabulary(selection.rows, size=self._vocabulary, model=config.model_path)
         return selection
+
+    def _corrected(self, selection: Selection, policy_version: int | None, totals: Totals) -> Selection:
+        """The selected rows under `learner.correction`; takes one forward pass over all of them."""
+        scores = self.score(selection.rows)
+        behavior = [row.behavior_logprobs[row.action_mask] for row in selection.rows]
+        versions = [row.policy_versions[row.action_mask] for row in selection.rows]
+        policy_M, behavior_M, versions_M = (
+            torch.from_numpy(np.concatenate(parts)) for parts in (scores, behavior, versions)
+        )
+        measure_gap(policy_M, behavior_M, versions_M, policy_version, totals)
+        corrected, metrics = correct(
+            selection.rows,
+            scores,
+            self.config.correction,
+            sequence=self.config.sequence,
+            others=selection.silent,
+        )
+        for name, value in metrics.items():
+            totals.add_sum(name, value)
+        return replace(selection, rows=tuple(corrected))
 
     def _accumulate(
         self,

@@ -5,10 +5,11 @@ Knows: the ranges of its settings. Does not know: torch.
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import get_args
 
 from spangrad.errors import ConfigError
+from spangrad.trainer.learning.corrections import CorrectionConfig
 from spangrad.trainer.learning.objectives import OBJECTIVES, KlEstimator, SequenceUnit
 
 DTYPES = ("float32", "bfloat16")
@@ -48,8 +49,9 @@ class LearnerConfig:
     dual_clip: float | None = 3.0
     """`ppo`: largest loss per unit of negative advantage, above 1; None switches it off."""
     sequence: SequenceUnit = "call"
-    """What has one ratio in `gspo` and `gspo_token`: the tokens that one model `call` sampled, so that it is
-    the same however a rollout is cut into rows; or the trained tokens of a `row`, of any number of calls."""
+    """What has one ratio in `gspo`, `gspo_token` and in corrections of sequences: the tokens that one model
+    `call` sampled, so that it is the same however a rollout is cut into rows; or the trained tokens of a
+    `row`, of any number of calls."""
     tau_positive: float = 1.0
     """`sapo`: how fast the gate closes on good tokens; above 0."""
     tau_negative: float = 1.05
@@ -74,6 +76,9 @@ class LearnerConfig:
     echo_coef: float = 0.0
     """Weight of the cross-entropy on what the environment answered, token by token beside the objective; 0 or
     more. 0.1 in prime-rl."""
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    """What to do about tokens that another policy than the learner's sampled; one table, such as
+    `{token_band = [0.5, 5.0]}`. For every objective with a ratio."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; 0 or more."""
     kl_coef: float = 0.0
@@ -172,7 +177,9 @@ class LearnerConfig:
         objective = OBJECTIVES[self.objective]
         unused = frozenset().union(*(one.names for one in OBJECTIVES.values())) - objective.names
         if not objective.uses_ratio:
-            unused |= {"log_ratio_coef"}
+            unused |= {"log_ratio_coef", "correction"}
+        if self.correction.uses_sequences:
+            unused -= {"sequence"}
         because = {name: f"with objective {self.objective!r}" for name in unused}
         if self.kl_coef == 0:
             because["kl_estimator"] = "with kl_coef 0"
@@ -185,7 +192,15 @@ class LearnerConfig:
         return because
 
     def _check_effects(self) -> None:
-        defaults = {field.name: field.default for field in fields(self)}
+        defaults = {
+            one.name: one.default if one.default_factory is MISSING else one.default_factory()
+            for one in fields(self)
+        }
+        if self.objective == "gspo" and self.correction.token_tis is not None:
+            raise ConfigError(
+                "learner.correction.token_tis gives the tokens of a sequence different weights, and gspo has "
+                "one ratio for all of them; choose sequence_tis, or objective 'gspo_token'"
+            )
         for name, why in self.settings_unused().items():
             if (value := getattr(self, name)) != defaults[name]:
                 raise ConfigError(

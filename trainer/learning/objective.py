@@ -128,6 +128,23 @@ def _settings(config: LearnerConfig, batch: Batch) -> dict[str, Any]:
     return settings
 
 
+def measure_gap(
+    policy_M: Tensor, behavior_M: Tensor, versions_M: Tensor, policy_version: int | None, totals: Totals
+) -> None:
+    """Add how far the engine's logprobs are from the learner's to `totals`.
+
+    `policy_M` must come from the weights that served the batch. Covers the tokens that `policy_version`
+    sampled alone, or all of them if that is None.
+    """
+    gap_M = (policy_M - behavior_M).abs()
+    if policy_version is not None:
+        gap_M = gap_M[versions_M == policy_version]
+    totals.add_sum("gap/tokens", gap_M.numel())
+    if gap_M.numel():
+        totals.add_mean("gap/mean", gap_M.mean(), gap_M.numel())
+        totals.maximum("gap/max", gap_M.max())
+
+
 def monitor(
     config: LearnerConfig,
     batch: Batch,
@@ -138,8 +155,8 @@ def monitor(
 ) -> None:
     """Add entropy, distance to the start and the engine-to-learner gap of a microbatch to `totals`.
 
-    `stats` must come from the weights that served the batch: before the first step of an update. The
-    gap covers tokens of `policy_version` alone, or all of them if that is None.
+    `stats` must come from the weights that served the batch: before the first step of an update. Where
+    there are corrections the gap was measured with them, before they left anything out.
     """
     if config.echo_coef > 0:
         batch, stats, reference_M = own_targets(batch, stats, reference_M)
@@ -151,12 +168,6 @@ def monitor(
         totals.add_mean("policy/entropy", stats.entropy_M.detach().mean(), policy_M.numel())
     if reference_M is not None:
         totals.add_mean("policy/kl_to_start", losses.kl_k3(policy_M, reference_M).mean(), policy_M.numel())
-    if not config.uses_ratio:
-        return
-    gap_M = (policy_M - batch.behavior_logprobs_BT[mask_BT]).abs()
-    if policy_version is not None:
-        gap_M = gap_M[batch.versions_BT[mask_BT] == policy_version]
-    totals.add_sum("gap/tokens", gap_M.numel())
-    if gap_M.numel():
-        totals.add_mean("gap/mean", gap_M.mean(), gap_M.numel())
-        totals.maximum("gap/max", gap_M.max())
+    if config.uses_ratio and not config.correction.is_on:
+        behavior_M, versions_M = batch.behavior_logprobs_BT[mask_BT], batch.versions_BT[mask_BT]
+        measure_gap(policy_M, behavior_M, versions_M, policy_version, totals)

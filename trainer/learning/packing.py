@@ -114,6 +114,8 @@ class Selection:
     rows_without_signal: int
     """Rows whose advantages are all zero and that no other loss term needs, that lack a preference which the
     objective needs, or whose weight is 0."""
+    silent: tuple[Transition, ...]
+    """Those rows."""
     tokens_without_advantage: int
     """Trained tokens whose advantage is NaN (not assigned): taken out of the action mask."""
 
@@ -179,7 +181,8 @@ def select_rows(rows: Sequence[Transition], *, objective: str, needs_all_tokens:
         EmptyBatchError: Nothing is left; the counts are in the message.
     """
     kept: list[Transition] = []
-    without_tokens = without_signal = without_advantage = 0
+    silent: list[Transition] = []
+    without_tokens = without_advantage = 0
     for row in rows:
         _check_row(row)
         if not row.action_mask.any():
@@ -203,14 +206,14 @@ def select_rows(rows: Sequence[Transition], *, objective: str, needs_all_tokens:
         if has_signal and row.loss_weight > 0:
             kept.append(row)
         else:
-            without_signal += 1
+            silent.append(row)
     if not kept:
         raise EmptyBatchError(
             f"none of {len(rows)} rows can train objective {objective!r}: {without_tokens} have no trained "
-            f"token, {without_signal} have zero weight, no preference or only zero or unassigned advantages "
+            f"token, {len(silent)} have zero weight, no preference or only zero or unassigned advantages "
             f"({without_advantage} tokens unassigned); check rewards and groups"
         )
-    return Selection(tuple(kept), without_tokens, without_signal, without_advantage)
+    return Selection(tuple(kept), without_tokens, len(silent), tuple(silent), without_advantage)
 
 
 def check_vocabulary(rows: Sequence[Transition], *, size: int, model: str) -> None:
