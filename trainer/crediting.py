@@ -43,6 +43,7 @@ class Crediting:
             rollouts,
             config.credit if self._objective.needs_credit else None,
             min_grade=self._objective.min_grade,
+            reward_weights=None if self._objective.needs_credit else config.credit.reward_weights,
             authors=config.rollout.reward_authors,
             policy_version=policy_version,
             max_staleness=config.rollout.max_staleness,

@@ -62,7 +62,7 @@ def check_effects(
 
     Args:
         learner: Its objective.
-        credit: Estimators.
+        credit: Estimators; its `reward_weights` say what a return is, for every objective.
         preference: See there.
         is_weighed: Whether somebody chose how rollouts and tokens are weighed.
 
@@ -77,8 +77,11 @@ def check_effects(
         if field.name not in used and getattr(preference, field.name) != field.default
     ]
     if not objective.needs_credit:
+        plain = CreditConfig()
         changed += [
-            f"credit.{field.name}" for field in fields(credit) if getattr(credit, field.name) != field.default
+            f"credit.{field.name}"
+            for field in fields(credit)
+            if field.name != "reward_weights" and getattr(credit, field.name) != getattr(plain, field.name)
         ]
     if objective.compares_sequences and is_weighed and not (learner.entropy_coef or learner.kl_coef):
         changed.append("rollout.aggregation")

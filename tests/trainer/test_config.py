@@ -219,6 +219,8 @@ def test_a_setting_that_the_objective_does_not_use_is_refused(tmp_path, lines, n
 def test_what_the_objective_uses_is_taken(tmp_path):
     lines = ["learner.objective=awr", "credit.step=gigpo"]
     assert load_config(write(tmp_path, MINIMAL), lines).credit.step == "gigpo"
+    file = write(tmp_path, MINIMAL + "[credit]\nreward_weights = {tests = 1.0}\n")
+    assert load_config(file, ["learner.objective=dpo"]).credit.reward_weights == {"tests": 1.0}
     lines = ["learner.objective=kto", "learner.kl_coef=0.1", "rollout.aggregation=rollout-token-mean"]
     assert load_config(write(tmp_path, MINIMAL), lines).learner.kl_coef == 0.1
 
