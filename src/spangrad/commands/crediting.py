@@ -6,7 +6,7 @@ Knows options and what is told; `credit.compare` computes, `comparison_page.py` 
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -99,7 +99,8 @@ def compare(
     from spangrad.credit.rewards import DEFAULT_AUTHORS
 
     check_authors(author or ())
-    configs, authors = _configs(estimators, config)
+    configs, authors = _configs(estimators, config, reward)
+    names = sorted({name for credit in configs.values() for name in credit.reward_weights})
     refused: list[Refused] = []
     with opened(store, key) as opened_store:
         wanted = rollouts_that_fit(opened_store, store, rollouts=rollout, run=run, split=split)
@@ -118,19 +119,18 @@ def compare(
                     calls,
                     credit,
                     authors=author or authors or DEFAULT_AUTHORS,
-                    reward_weights={reward: 1.0},
                 ),
             )
             for name, credit in configs.items()
         }
-        others = other_rewards(opened_store, reward)
+        others = other_rewards(opened_store, *names)
     for reason, count in Counter(one.counted_as for one in refused).most_common():
         note(f"left out, {count}x: {reason}")
     if others:
-        note(other_names(reward, others))
+        note(other_names(names, others))
     found = compared(entries)
     if not found.steps:
-        raise CreditError(_nothing(found, wanted, reward))
+        raise CreditError(_nothing(found, wanted, names))
     _tell_lone(ended)
     if html is not None:
         from spangrad.commands.comparison_page import write_page
@@ -150,7 +150,9 @@ app.command(
 )(compare)
 
 
-def _configs(estimators: str, config: Path | None) -> "tuple[dict[str, CreditConfig], Sequence[str] | None]":
+def _configs(
+    estimators: str, config: Path | None, reward: str
+) -> "tuple[dict[str, CreditConfig], Sequence[str] | None]":
     """Name -> estimator, and whose rewards count (None: not said).
 
     Raises:
@@ -173,6 +175,8 @@ def _configs(estimators: str, config: Path | None) -> "tuple[dict[str, CreditCon
         if text:
             one = parsed(text, base)
             found[spelled(one)] = one
+    if reward != DEFAULT_REWARD:
+        found = {name: replace(one, reward_weights={reward: 1.0}) for name, one in found.items()}
     if not found:
         raise ConfigError(f"--estimators names none; for example {DEFAULT_ESTIMATORS}")
     return found, authors
@@ -187,13 +191,14 @@ def _whole_groups(store: "Store", wanted: "Sequence[Rollout]") -> "list[Rollout]
     return list(members.values())
 
 
-def _nothing(found: "Comparison", wanted: "Sequence[Rollout]", reward: str) -> str:
+def _nothing(found: "Comparison", wanted: "Sequence[Rollout]", rewards: Sequence[str]) -> str:
     rollouts = sum(one.rollouts for one in found.groups)
     if not wanted or not rollouts:
         return "there is nothing to compare: no rollout that succeeded fits; `spangrad rollouts` lists all"
     if not any(one.returns for one in found.groups):
+        told = " and ".join(map(repr, rewards))
         return (
-            f"there is nothing to compare: none of {rollouts} rollouts has a reward {reward!r} of an author"
+            f"there is nothing to compare: none of {rollouts} rollouts has a reward {told} of an author"
             " that counts; `spangrad score` gives rewards, --reward and --author take others"
         )
     return (

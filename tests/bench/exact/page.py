@@ -3,10 +3,10 @@
 import html
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from tests.bench.exact.mdps import Mdp, expected_return
-from tests.bench.exact.measure import SIZE, Held, composable, functions, is_single
+from tests.bench.exact.measure import SIZE, Held, composable, functions, is_single, terms_of
 
 Results = Mapping[str, Mapping[str, Held | None]]
 """problem -> estimator -> what was found."""
@@ -19,29 +19,39 @@ def singles() -> list[str]:
     return [*(name for name, config in composable().items() if is_single(config)), *functions()]
 
 
-def pairs() -> list[str]:
-    """Names of episode and step terms together."""
-    return [name for name, config in composable().items() if not is_single(config)]
+def pairs(unfit: Collection[str]) -> list[str]:
+    """Names of episode and step terms together, but of those that no problem is for."""
+    return [
+        name
+        for name, config in composable().items()
+        if not is_single(config) and not set(terms_of(config)) & set(unfit)
+    ]
 
 
-def named_in(page: str) -> list[str]:
-    """Estimators in the first columns of the page's tables of bias, in their order."""
-    own = [page.split(f"<!-- {part}: begin")[1].split(f"<!-- {part}: end")[0] for part in ("bias", "pairs")]
-    return [name for part in own for name in re.findall(r"^\| `([^`]+)` \|", part, flags=re.MULTILINE)]
+def named_in(page: str, part: str) -> list[str]:
+    """Estimators in the first column of a table of the page, in their order."""
+    table = page.split(f"<!-- {part}: begin")[1].split(f"<!-- {part}: end")[0]
+    return re.findall(r"^\| `([^`]+)` \|", table, flags=re.MULTILINE)
+
+
+def unfit_in(page: str) -> list[str]:
+    """Those with nothing in their row of the table of bias."""
+    return re.findall(r"^\| `([^`]+)`(?: \| -)+ \|$", page, flags=re.MULTILINE)
 
 
 def tables(problems: Sequence[Mdp], results: Results, *, groups: int) -> dict[str, str]:
     """What stands between the markers of the page, by their names."""
     told = [f"| {mdp.name} | {mdp.what} | {expected_return(mdp):.3f} | {mdp.horizon} |" for mdp in problems]
+    bias = _table(problems, results, singles(), _bias)
     with_gradient = [mdp for mdp in problems if _has_gradient(results[mdp.name])]
     return {
         "setup": f"Groups of {SIZE} rollouts, {groups:,} of each problem.",
         "problems": "\n".join(
             ["| problem | what | expected return | steps at most |", "|---|---|---|---|", *told]
         ),
-        "bias": _table(problems, results, singles(), _bias),
+        "bias": bias,
         "noise": _table(with_gradient, results, singles(), _noise),
-        "pairs": _table(problems, results, pairs(), _bias),
+        "pairs": _table(problems, results, pairs(unfit_in(bias)), _bias),
     }
 
 
