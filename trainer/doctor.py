@@ -48,6 +48,7 @@ REQUIRED: Final = (
 OPTIONAL: Final = {
     "torch": "train",
     "transformers": "train",
+    "peft": "train",
     "tokenizers": "train",
     "safetensors": "train",
     "ray": "train",

@@ -170,6 +170,8 @@ OUT_OF_RANGE = [
     (LearnerConfig, "echo_coef", -1.0, "0 or more"),
     (LearnerConfig, "entropy_coef", -1.0, "0 or more"),
     (LearnerConfig, "kl_coef", -1.0, "0 or more"),
+    (LearnerConfig, "lora_rank", -1, "0 or more"),
+    (LearnerConfig, "lora_alpha", 0.0, "more than 0"),
     (LearnerConfig, "epochs_per_update", 0, "1 or more"),
     (LearnerConfig, "minibatches_per_update", 0, "1 or more"),
     (LearnerConfig, "max_tokens_per_microbatch", 0, "1 or more"),

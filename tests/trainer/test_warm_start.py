@@ -187,5 +187,5 @@ def test_cloning_keeps_the_runs_learner_but_for_what_the_warm_start_says(train, 
     config = cloning_config(train, CONFIG, tmp_path, seed=3)
     assert (config.objective, config.lr, config.dtype, config.seed) == ("bc", CONFIG.lr, CONFIG.dtype, 3)
     assert config.betas == train.learner.betas
-    run = dataclasses.replace(train.learner, kl_coef=0.1, entropy_coef=0.1)
+    run = dataclasses.replace(train.learner, kl_coef=0.1, entropy_coef=0.1, lora_rank=4, lora_alpha=8.0)
     assert cloning_config(dataclasses.replace(train, learner=run), CONFIG, tmp_path, seed=3) == config

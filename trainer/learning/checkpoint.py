@@ -1,7 +1,7 @@
 """Checkpoints: a folder with everything that a later process needs to continue.
 
     root/checkpoint-000007/
-      weights.safetensors     the policy's weights
+      weights.safetensors     the policy's weights, or its adapters'
       optimizer.safetensors   optimizer moments, by parameter name
       rng.safetensors         states of the random generators
       state.json              counters, the caller's record, and the size of every other file

@@ -12,6 +12,7 @@ Invariants:
 * a step with a gradient that is not finite is not taken.
 """
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -35,16 +36,18 @@ from spangrad.trainer.learning.checkpoint import Checkpoint, load_checkpoint, sa
 from spangrad.trainer.learning.corrections import correct
 from spangrad.trainer.learning.echo import with_observations
 from spangrad.trainer.learning.learner_config import LearnerConfig, scheduled_lr, update_lr
+from spangrad.trainer.learning.lora import adapter_off, add_adapter
 from spangrad.trainer.learning.model import (
     TargetStats,
+    checkpoint_layers,
     load_model,
     load_weights,
+    resumable_tensors,
     save_model_folder,
     save_weights,
     target_stats,
     usable_device,
     vocabulary_size,
-    weight_tensors,
 )
 from spangrad.trainer.learning.monitors import Totals
 from spangrad.trainer.learning.objective import batch_loss, measure_gap, monitor
@@ -77,7 +80,8 @@ class Learner:
 
         Raises:
             PolicyError: The model folder can't be loaded.
-            ConfigError: The device does not exist, or the model takes no packs and the config asks for them.
+            ConfigError: The device does not exist, the model takes no packs and the config asks for them, or
+                it has no layers for an adapter that is asked for, or none that can be computed twice.
         """
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -86,10 +90,19 @@ class Learner:
         torch.manual_seed(config.seed)
         self.model = load_model(config.model_path, device=self.device)
         self._packer = Packer(config, self.model)
+        self._head = head_form(self.model)
         compares = config.uses_ratio or OBJECTIVES[config.objective].compares_sequences
         needs_reference = compares or config.kl_coef > 0
-        self._reference = copy.deepcopy(self.model).requires_grad_(False) if needs_reference else None
-        self._head = head_form(self.model)
+        self._reference: PreTrainedModel | None = None
+        if config.lora_rank:
+            add_adapter(
+                self.model, rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets
+            )
+            self._reference = self.model if needs_reference else None  # with the adapter off
+        elif needs_reference:
+            self._reference = copy.deepcopy(self.model).requires_grad_(False)
+        if config.gradient_checkpointing:
+            checkpoint_layers(self.model)
         self._optimizer = make_optimizer(self.model, config)
         self._vocabulary = vocabulary_size(self.model)
         self.updates = 0
@@ -193,21 +206,22 @@ class Learner:
         # Groups are in random order: the first rows are a fair sample.
         compared = len(rows) if config.kl_coef > 0 else config.kl_monitor_rows if is_first else 0
         batches = itertools.chain(
-            ((batch, self._reference) for batch in self._pack(rows[:compared])),
-            ((batch, None) for batch in self._pack(rows[compared:])),
+            ((batch, self._reference is not None) for batch in self._pack(rows[:compared])),
+            ((batch, False) for batch in self._pack(rows[compared:])),
         )
         use_temperature = config.uses_ratio
-        for batch, reference in batches:
+        for batch, is_compared in batches:
             count_batch(batch, totals, passes=config.epochs_per_update)
             reference_M = None
-            if reference is not None:
+            if is_compared:
                 began = time.perf_counter()
                 with torch.no_grad():
-                    reference_M = self._stats(reference, batch, use_temperature=use_temperature).logprobs_M
+                    stats = self._stats(batch, of_reference=True, use_temperature=use_temperature)
+                reference_M = stats.logprobs_M
                 seconds["reference"] += time.perf_counter() - began
             began = time.perf_counter()
             entropy: Entropy = "grad" if config.entropy_coef > 0 else "value" if is_first else "none"
-            stats = self._stats(self.model, batch, use_temperature=use_temperature, entropy=entropy)
+            stats = self._stats(batch, use_temperature=use_temperature, entropy=entropy)
             loss = batch_loss(config, batch, stats, reference_M, totals)
             # Every step stands for the whole batch: its share of the sum is scaled up.
             torch.autograd.backward(loss * parts)
@@ -218,8 +232,7 @@ class Learner:
     def _comparison(self, rows: Sequence[Transition], seconds: dict[str, float]) -> Comparison | None:
         if not OBJECTIVES[self.config.objective].compares_sequences:
             return None
-        assert self._reference is not None
-        policy, reference = partial(self._sums, self.model), partial(self._sums, self._reference)
+        policy, reference = (partial(self._sums, of_reference=which) for which in (False, True))
         return Comparison(rows, self.config, policy, reference, seconds)
 
     def _step(self, lr: float) -> float:
@@ -243,16 +256,24 @@ class Learner:
             yield batch.to(self.device)
 
     def _stats(
-        self, model: PreTrainedModel, batch: Batch, *, use_temperature: bool, entropy: Entropy = "none"
+        self,
+        batch: Batch,
+        *,
+        use_temperature: bool,
+        entropy: Entropy = "none",
+        of_reference: bool = False,
     ) -> TargetStats:
-        return target_stats(
-            model,
-            batch,
-            compute_dtype=_DTYPES[self.config.dtype],
-            head=self._head,
-            use_temperature=use_temperature,
-            entropy=entropy,
-        )
+        model = self._reference if of_reference else self.model
+        assert model is not None
+        with adapter_off(model) if of_reference else contextlib.nullcontext():
+            return target_stats(
+                model,
+                batch,
+                compute_dtype=_DTYPES[self.config.dtype],
+                head=self._head,
+                use_temperature=use_temperature,
+                entropy=entropy,
+            )
 
     def fit_bc(
         self,
@@ -296,7 +317,7 @@ class Learner:
             for batch in self._pack(step_rows):
                 count_batch(batch, totals)
                 mask_BT = batch.target_mask_BT
-                stats = self._stats(self.model, batch, use_temperature=False)
+                stats = self._stats(batch, use_temperature=False)
                 weights_M = batch.weights_BT[mask_BT] / total_weight
                 loss = losses.bc_loss(stats.logprobs_M, mask_BT[mask_BT], weights_M)
                 torch.autograd.backward(loss)
@@ -316,25 +337,25 @@ class Learner:
         without action tokens gets an empty array.
         """
         check_vocabulary(rows, size=self._vocabulary, model=self.config.model_path)
-        return self._logprobs(self.model, rows, use_temperature=True)
+        return self._logprobs(rows, use_temperature=True)
 
     def _logprobs(
-        self, model: PreTrainedModel, rows: Sequence[Transition], *, use_temperature: bool
+        self, rows: Sequence[Transition], *, use_temperature: bool, of_reference: bool = False
     ) -> list[NDArray[np.float32]]:
         """Log-probability of every action token of every row, nats; no gradient."""
         scores: list[NDArray[np.float32]] = [np.zeros(0, dtype=np.float32) for _ in rows]
         with torch.no_grad():
             for batch in self._pack(rows):
-                stats = self._stats(model, batch, use_temperature=use_temperature)
+                stats = self._stats(batch, use_temperature=use_temperature, of_reference=of_reference)
                 counts = batch.target_mask_BT.sum(dim=1).cpu().numpy()
                 pieces = np.split(stats.logprobs_M.cpu().numpy(), np.cumsum(counts)[:-1])
                 for index, piece in zip(batch.row_indices, pieces, strict=True):
                     scores[index] = piece
         return scores
 
-    def _sums(self, model: PreTrainedModel, rows: Sequence[Transition]) -> NDArray[np.float64]:
+    def _sums(self, rows: Sequence[Transition], *, of_reference: bool) -> NDArray[np.float64]:
         """Summed log-probability of the action tokens of every row, nats; temperatures are ignored."""
-        scores = self._logprobs(model, rows, use_temperature=False)
+        scores = self._logprobs(rows, use_temperature=False, of_reference=of_reference)
         return np.array([piece.sum(dtype=np.float64) for piece in scores])
 
     def export_weights(self, path: str | Path) -> None:
@@ -364,13 +385,22 @@ class Learner:
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
-        counters = {"updates": self.updates, "optimizer_steps": self.optimizer_steps}
+        counters = {
+            "updates": self.updates,
+            "optimizer_steps": self.optimizer_steps,
+            "adapter": self._adapter(),
+        }
         tensors = {
-            "weights": weight_tensors(self.model),
+            "weights": resumable_tensors(self.model),
             "optimizer": optimizer_tensors(self._optimizer, self.model),
             "rng": rng,
         }
         return save_checkpoint(root, Checkpoint(tensors, counters, record), keep=keep)
+
+    def _adapter(self) -> list[Any] | None:
+        """What a checkpoint's adapters must have been made with; None: there are none."""
+        config = self.config
+        return [config.lora_rank, config.lora_alpha, list(config.lora_targets)] if config.lora_rank else None
 
     def load(self, folder: str | Path) -> Any:
         """Continue from a checkpoint and return its record.
@@ -382,6 +412,12 @@ class Learner:
             PolicyError: It belongs to another model.
         """
         checkpoint = load_checkpoint(folder)
+        saved, own = checkpoint.counters.get("adapter"), self._adapter()
+        if saved != own:
+            raise PolicyError(
+                f"checkpoint {str(folder)!r} has {saved or 'no adapters'}, the learner {own or 'none'} "
+                "(learner.lora_rank, lora_alpha, lora_targets); they can't change in the middle of a run"
+            )
         load_weights(self.model, checkpoint.tensors["weights"], where=f"checkpoint {str(folder)!r}")
         load_optimizer(self._optimizer, self.model, checkpoint.tensors["optimizer"])
         torch.set_rng_state(checkpoint.tensors["rng"]["cpu"])

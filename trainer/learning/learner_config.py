@@ -101,6 +101,18 @@ class LearnerConfig:
     Changes no number but rounding. A model that takes no packs gets `padded` from `auto`, with a warning,
     and refuses the other two.
     """
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass, which computes the layer again: changes no number,
+    about a third more time for a fraction of the memory."""
+    lora_rank: int = 0
+    """Train adapters of this rank beside frozen weights, instead of the weights; 0: train the weights.
+
+    Adapters want about ten times the learning rate. Exports hold merged weights.
+    """
+    lora_alpha: float = 32.0
+    """Scale of the adapters' output, divided by the rank; above 0."""
+    lora_targets: tuple[str, ...] = ()
+    """Linear layers that get adapters, such as `q_proj`; none named: all but the output layer."""
     kl_monitor_rows: int = 128
     """`policy/kl_to_start` is measured on at most this many rows, taken at random; 0 or more. All are where
     `kl_coef` is above 0, none where the objective needs no starting policy (`bc`, `awr`)."""
@@ -160,6 +172,8 @@ class LearnerConfig:
             ("minibatches_per_update", self.minibatches_per_update >= 1, "1 or more"),
             ("max_tokens_per_microbatch", self.max_tokens_per_microbatch >= 1, "1 or more"),
             ("packing", self.packing in PACKINGS, f"one of {', '.join(PACKINGS)}"),
+            ("lora_rank", self.lora_rank >= 0, "0 or more"),
+            ("lora_alpha", 0 < self.lora_alpha < math.inf, "more than 0"),
             ("kl_monitor_rows", self.kl_monitor_rows >= 0, "0 or more"),
             ("seed", self.seed >= 0, "0 or more"),
             ("threads", self.threads >= 0, "0 or more"),
@@ -189,6 +203,10 @@ class LearnerConfig:
             because["kl_monitor_rows"] = "with a kl_coef above 0, which compares every row"
         elif not (objective.uses_ratio or objective.compares_sequences):
             because["kl_monitor_rows"] = f"with objective {self.objective!r} and kl_coef 0"
+        if self.lora_rank == 0:
+            because |= dict.fromkeys(
+                ("lora_alpha", "lora_targets"), "with lora_rank 0, which has no adapters"
+            )
         return because
 
     def _check_effects(self) -> None:

@@ -17,6 +17,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,11 +25,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from spangrad.errors import ConfigError, PolicyError
 from spangrad.trainer.learning.checkpoint import fsync_path
+from spangrad.trainer.learning.lora import adapter_tensors, merged_state
 from spangrad.trainer.learning.output_head import (
     Entropy,
     HeadForm,
@@ -173,26 +177,56 @@ def target_stats(
     return TargetStats(*stats)
 
 
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Let the layers keep only their inputs for the backward pass, which computes them again.
+
+    transformers' own switch works in training mode alone, where dropout would be on.
+
+    Raises:
+        ConfigError: The model's layers are not made for it.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"learner.gradient_checkpointing is true, but {type(model).__name__} has no layer that "
+            "transformers can compute twice; leave it out"
+        )
+    for layer in layers:
+        again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        setattr(layer, "forward", again)  # noqa: B010
+
+
 def weight_tensors(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The model's weights by Hugging Face name, on the CPU, each stored once (tied copies left out)."""
+    """The model's weights by Hugging Face name, on the CPU, each stored once (tied copies left out).
+
+    Adapters are merged: names and shapes are those of the model without them.
+    """
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
-        if value.data_ptr() in seen:
+    for name, stored, value in merged_state(model):
+        if stored.data_ptr() in seen:
             continue
-        seen.add(value.data_ptr())
+        seen.add(stored.data_ptr())
         is_cast = dtype is not None and value.is_floating_point()
         tensors[name] = value.detach().to("cpu", dtype=dtype if is_cast else None).contiguous()
     return tensors
 
 
+def resumable_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What training changes, on the CPU, for `load_weights`: all weights, or the adapters' own."""
+    adapters = adapter_tensors(model)
+    if not adapters:
+        return weight_tensors(model)
+    return {name: value.detach().cpu().contiguous() for name, value in adapters.items()}
+
+
 def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor], *, where: str) -> None:
-    """Copy weights, as `weight_tensors` gave them, into a model of the same shape.
+    """Copy weights, as `resumable_tensors` gave them, into a model of the same shape.
 
     Raises:
         PolicyError: Names or shapes differ; the model is unchanged.
     """
-    own = weight_tensors(model)
+    own = resumable_tensors(model)
     for name in sorted(own.keys() | tensors.keys()):
         expected = tuple(own[name].shape) if name in own else None
         found = tuple(tensors[name].shape) if name in tensors else None

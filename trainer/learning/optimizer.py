@@ -12,9 +12,10 @@ from spangrad.trainer.learning.learner_config import LearnerConfig
 
 
 def make_optimizer(model: torch.nn.Module, config: LearnerConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters; weight decay on matrices only."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    """AdamW over all parameters that are not frozen; weight decay on matrices only."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},

@@ -240,7 +240,7 @@ class _Stats(torch.autograd.Function):
             ctx.saved_tensors
         )
         if logprob_grads_M is None:
-            logprob_grads_M = torch.zeros_like(entropy_grads_M)
+            logprob_grads_M = torch.zeros_like(cast(Tensor, entropy_grads_M))
         others = (None,) * 6
         if slopes_MH is not None:
             return (slopes_MH * logprob_grads_M[:, None]).to(hidden_MH.dtype), None, None, *others

@@ -247,9 +247,12 @@ def start_policy(
 
 
 def cloning_config(train: TrainConfig, config: WarmStartConfig, start: Path, *, seed: int) -> LearnerConfig:
-    """Settings of the learner that clones: those of the run that it uses, but for the warm start's."""
+    """Settings of the learner that clones: those of the run that it uses, but for the warm start's.
+
+    Without adapters: random weights have nothing that they could adapt.
+    """
     plain = LearnerConfig(objective="bc")
-    unused = {*plain.settings_unused(), "entropy_coef", "kl_coef", "echo_coef"}
+    unused = {*plain.settings_unused(), "entropy_coef", "kl_coef", "echo_coef", "lora_rank"}
     kept = {f.name: getattr(train.learner, f.name) for f in fields(plain) if f.name not in unused}
     own = {
         "model_path": str(start),

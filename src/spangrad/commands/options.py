@@ -53,7 +53,7 @@ KeysOption = Annotated[
 ]
 
 _EXTRAS: Final = {
-    "train": ("torch", "transformers", "tokenizers", "safetensors", "ray"),
+    "train": ("torch", "transformers", "peft", "tokenizers", "safetensors", "ray"),
     "agents": ("langgraph", "langchain_openai", "openai"),
 }
 _VLLM_HINT: Final = (
