@@ -9,6 +9,7 @@ Invariants:
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final, Literal
 
 from spangrad.adapters.call_tree import build_tree
 from spangrad.adapters.calls import calls_of
@@ -17,6 +18,7 @@ from spangrad.credit.aggregation import Aggregation, weigh
 from spangrad.credit.assign import CreditConfig, assign
 from spangrad.credit.forks import parents_of
 from spangrad.credit.history import baselines_of
+from spangrad.credit.observations import observation_rows
 from spangrad.credit.pairs import Preferred
 from spangrad.credit.rendered import REWRITTEN, Render, count_rewritten, rendered, with_unknown_tools
 from spangrad.credit.rewards import DEFAULT_AUTHORS, RolloutRewards, by_rollout, rewards_of
@@ -34,6 +36,8 @@ from spangrad.errors import ConfigError
 from spangrad.store.base import Store
 from spangrad.store.records import Rollout, RolloutStatus, UpdateSample
 
+Target = Literal["actions", "observations"]
+OBSERVED_ONLY: Final = "what it was answered is trained, not what it sampled"
 Prefer = Callable[[Sequence[Transition], Mapping[str, float | None]], Preferred]
 """Rows and the return of each rollout -> the rows that a preference loss, or cloning, learns from."""
 
@@ -68,6 +72,7 @@ def credited_rows(
     max_staleness: int | None = None,
     render: Render | None = None,
     prefer: Prefer | None = None,
+    target: Target = "actions",
 ) -> CreditedBatch:
     """Read the calls and rewards of rollouts and turn them into weighted, credited rows.
 
@@ -87,6 +92,7 @@ def credited_rows(
         render: Gives text-grade calls their ids (for `min_grade` text) and checks those of others.
         prefer: What preference learning makes of rows and their rollouts' returns: `paired`, `labelled` or
             `best`, with their settings bound. Wants no estimators: `config` is None.
+        target: What rows train: what the policy sampled, or (for cloning) what the environment answered.
 
     Raises:
         ConfigError: There are both estimators and preferences.
@@ -94,6 +100,8 @@ def credited_rows(
     """
     if config is not None and prefer is not None:
         raise ConfigError("preferences are made of returns, not of advantages; leave the estimators out")
+    if config is not None and target == "observations":
+        raise ConfigError("nobody is credited for what the environment answered; leave the estimators out")
     refused: list[Refused] = []
     ended, calls_by_rollout = ended_with_calls(store, rollouts, refused)
     if policy_version is not None and max_staleness is not None:
@@ -124,7 +132,7 @@ def credited_rows(
             refused.append(Refused(rollout.rollout_id, None, reason))
             continue
         assigned = {step.call_id: advantages[rollout.rollout_id, step.call_id] for step in trajectory.steps}
-        rows += _rows(rollout, calls, assigned, min_grade, render, refused, notes)
+        rows += _rows(rollout, calls, assigned, min_grade, render, refused, notes, target)
     if prefer is not None:
         preferred = prefer(rows, {each.rollout_id: each.total_reward for each in trajectories})
         rows = list(preferred.rows)
@@ -284,6 +292,7 @@ def _rows(
     render: Render | None,
     refused: list[Refused],
     notes: Counter[str],
+    target: Target,
 ) -> list[Transition]:
     """Rows of one rollout; every call that none of them trains is refused."""
     sampled = [call for call in calls if call.purpose is not Purpose.EMBEDDING]
@@ -306,6 +315,11 @@ def _rows(
         refused += too_bad or [
             Refused(rollout.rollout_id, call.call_id, "no token ids, and nothing renders them")
         ]
+    if target == "observations":
+        refused += [Refused(rollout.rollout_id, call.call_id, OBSERVED_ONLY) for call in kept]
+        known = {call.call_id for call in kept}
+        acts = frozenset(node.index for node in tree.nodes if node.call.call_id in known)
+        return observation_rows(tree, acts, group_id=rollout.group_id)
     trained = {call.call_id: assigned.get(call.call_id) for call in kept}
     missing = [call_id for call_id, advantage in trained.items() if advantage is None]
     refused += [Refused(rollout.rollout_id, call_id, MISSING_REWARD) for call_id in missing]

@@ -50,6 +50,7 @@ class Crediting:
             aggregation=config.rollout.aggregation,
             constant=config.rollout.aggregation_tokens,
             render=self._rendered,
+            target=config.preference.target,
             prefer=config.preference.prefer(config.learner.objective),
         )
 

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from spangrad.credit.assign import CreditConfig
 from spangrad.credit.labels import best, labelled
 from spangrad.credit.pairs import paired
-from spangrad.credit.pipeline import Prefer
+from spangrad.credit.pipeline import Prefer, Target
 from spangrad.errors import ConfigError
 from spangrad.trainer.learning.learner_config import LearnerConfig, require
 from spangrad.trainer.learning.objectives import OBJECTIVES
@@ -22,7 +22,7 @@ from spangrad.trainer.learning.objectives import OBJECTIVES
 _MAKES: Final[dict[str, tuple[Any, tuple[str, ...]]]] = {
     "dpo": (paired, ("level", "min_gap", "pairs_per_group")),
     "kto": (labelled, ("good_at",)),
-    "bc": (best, ("good_at", "per_group")),
+    "bc": (best, ("good_at", "per_group", "target")),
 }
 
 
@@ -39,6 +39,8 @@ class PreferenceConfig:
     """`dpo`: pairs of a group, those with the largest gaps; 0: all."""
     good_at: float = 1.0
     """`kto`, `bc`: a rollout is good if its return is at least this."""
+    target: Target = "actions"
+    """`bc`: what is cloned: the policy's replies, or (an implicit world model) what they were answered."""
     per_group: int = 0
     """`bc`: good rollouts of a group that are cloned, the best first; 0: all."""
 
@@ -52,7 +54,7 @@ class PreferenceConfig:
         if objective not in _MAKES:
             return None
         make, names = _MAKES[objective]
-        return partial(make, **{name: getattr(self, name) for name in names})
+        return partial(make, **{name: getattr(self, name) for name in names if name != "target"})
 
 
 def check_effects(
@@ -69,6 +71,11 @@ def check_effects(
     Raises:
         ConfigError: One was changed.
     """
+    if preference.target == "observations" and learner.echo_coef > 0:
+        raise ConfigError(
+            f"learner.echo_coef is {learner.echo_coef!r} and preference.target 'observations', which trains "
+            "nothing but observations; leave one out"
+        )
     objective = OBJECTIVES[learner.objective]
     used = _MAKES[learner.objective][1] if learner.objective in _MAKES else ()
     changed = [

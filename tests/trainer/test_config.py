@@ -207,6 +207,7 @@ def test_a_value_out_of_range_is_shown_with_the_range(kind, name, value, expecte
         ("learner.objective = 'dpo'\npreference.good_at = 0.5", "preference.good_at"),
         ("learner.objective = 'kto'\npreference.min_gap = 0.5", "preference.min_gap"),
         ("learner.objective = 'bc'\npreference.pairs_per_group = 3", "preference.pairs_per_group"),
+        ("learner.objective = 'dpo'\npreference.target = 'observations'", "preference.target"),
         ("learner.objective = 'awr'\npreference.per_group = 3", "preference.per_group"),
         ("learner.objective = 'dpo'\ncredit.step = 'gigpo'", "credit.step"),
         ("learner.objective = 'bc'\ncredit.gamma = 0.5\ncredit.step = 'gigpo'", "credit.step"),
@@ -216,6 +217,12 @@ def test_a_value_out_of_range_is_shown_with_the_range(kind, name, value, expecte
 def test_a_setting_that_the_objective_does_not_use_is_refused(tmp_path, lines, name):
     with pytest.raises(ConfigError, match=f"{name} has no effect with learner.objective"):
         load_config(write(tmp_path, MINIMAL), lines.replace(" = ", "=").replace("'", '"').split("\n"))
+
+
+def test_observations_are_not_trained_twice(tmp_path):
+    lines = ["learner.objective=bc", "preference.target=observations", "learner.echo_coef=0.1"]
+    with pytest.raises(ConfigError, match=r"learner.echo_coef is 0\.1 and preference.target 'observations'"):
+        load_config(write(tmp_path, MINIMAL), lines)
 
 
 def test_what_the_objective_uses_is_taken(tmp_path):

@@ -221,6 +221,10 @@ def test_the_objective_says_what_becomes_of_the_rollouts(config, start):
     assert preferences_of(collected("bc")) == [(2, [])]
     assert preferences_of(collected("bc", good_at=-1.0)) == [(2, []), (4, [])]
     assert preferences_of(collected("bc", good_at=-1.0, per_group=1)) == [(2, [])]
+    world = collected("bc", good_at=-1.0, target="observations")
+    (row,) = world.rows  # only the longer one has been answered
+    assert row.token_ids[row.action_mask].tolist() == [5]
+    assert world.refused[0].reason == "what it was answered is trained, not what it sampled"
     batch = collected("awr")
     assert [row.advantages.max() for row in batch.rows] == pytest.approx([1.0, 0.0], abs=1e-5)
     with pytest.raises(EmptyBatchError, match=r"no return of its group differs by more than 1\.0"):
