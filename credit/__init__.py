@@ -16,6 +16,7 @@ from spangrad.credit.opo import opo
 from spangrad.credit.pairs import Preferred, paired
 from spangrad.credit.pass_at_k import best_of_group
 from spangrad.credit.pipeline import CreditedBatch, credited_rows
+from spangrad.credit.reflection import Rationale, Reflections, Tried, reflected
 from spangrad.credit.reinforce_pp import (
     reinforce_pp,
     reinforce_pp_baseline,
@@ -45,10 +46,13 @@ __all__ = [
     "CreditedBatch",
     "Preference",
     "Preferred",
+    "Rationale",
+    "Reflections",
     "Refused",
     "Step",
     "Trajectory",
     "Transition",
+    "Tried",
     "assign",
     "best",
     "best_of_group",
@@ -78,6 +82,7 @@ __all__ = [
     "paired",
     "per_turn_index",
     "potential_based",
+    "reflected",
     "reinforce_pp",
     "reinforce_pp_baseline",
     "reinforce_pp_baseline_as_published",

@@ -19,6 +19,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from spangrad.adapters.datasets.conversation import running_keys
 from spangrad.adapters.model_call import ModelCall
 
 IGNORED_KEYS: Final = frozenset({"id", "tool_call_id"})
@@ -44,6 +45,11 @@ def observation_of(call: ModelCall) -> str | None:
         return None
     texts = [_text_of(_canonical(message)) for message in _observation(call.messages)]
     return "\n".join(texts) if texts else None
+
+
+def history_keys(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """A key of the messages up to and with each; ids do not count, nor how a client wrote them down."""
+    return running_keys([_canonical(message) for message in messages])
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
