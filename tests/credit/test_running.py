@@ -148,10 +148,12 @@ def test_rewards_of_steps_count_in_the_history(store):
     assert advantages(store, CONFIG, "b") == {"b": -0.5}
 
 
-def test_only_the_last_rollouts_of_a_kind_are_read(store):
+def test_only_the_last_rollouts_of_a_kind_before_the_batch_are_read(store, monkeypatch):
     ended(
         store,
-        *(Rollout(name, run_id="run", task_id="t") for name in ("a", "b", "c")),
-        rewards={"a": 9.0, "b": 1.0, "c": 3.0},
+        *(Rollout(name, run_id="run", task_id="t") for name in ("a", "b", "c", "d")),
+        rewards={"a": 9.0, "b": 1.0, "c": 3.0, "d": 0.0},
     )
-    assert advantages(store, dataclasses.replace(CONFIG, baseline_decay=0.0), "c") == {"c": 2.0}
+    monkeypatch.setattr("spangrad.credit.running.FORGOTTEN", 0.25)  # 0.5^2: two are remembered
+    assert advantages(store, CONFIG, "d") == {"d": pytest.approx(-(3 + 0.5 * 1) / 1.5)}
+    assert advantages(store, CONFIG, "c", "d")["d"] == pytest.approx(-(3 + 0.5 * 1 + 0.25 * 9) / 1.75)
