@@ -27,6 +27,7 @@ from spangrad.credit.assign import CreditConfig, Episode, StepName, assign
 from spangrad.credit.gae import gae_steps
 from spangrad.credit.groups import Floats, Ints
 from spangrad.credit.reinforce_pp import reinforce_pp
+from spangrad.credit.running import running_baselines
 from spangrad.credit.spelling import EPISODES, NONE, STEPS, is_both, parsed, spelled
 from spangrad.credit.turns import mt_grpo, per_turn_index
 from spangrad.credit.types import Step, Trajectory
@@ -167,9 +168,11 @@ def draw(mdp: Mdp, groups: int, seed: int) -> Data:
             )
             known[t, state, action, reward] = step
         steps[rollout].append(step)
+    baselines = running_baselines(sampled.rewards_RT.sum(axis=1), sampled.states_RT[:, 0])
+    expected = [None if np.isnan(baseline) else float(baseline) for baseline in baselines]
     trajectories = [
-        Trajectory(str(number), str(number // SIZE), float(outcomes[number]), own)
-        for number, own in enumerate(steps)
+        Trajectory(str(n), str(n // SIZE), float(outcomes[n]), own, baseline=expected[n])
+        for n, own in enumerate(steps)
     ]
     group_ids_N = np.arange(groups * SIZE) // SIZE
     return Data(mdp, sampled, trajectories, rollout_index_S, step_index_S, group_ids_N)
