@@ -14,18 +14,24 @@ Shape letters: N rollouts with a reward, S their steps.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Final, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from spangrad.credit.batch import batch_of
+from spangrad.credit.composing import composed, is_informative, scored_batch, step_term, total_of
 from spangrad.credit.diagnostics import CreditDiagnostics, diagnose
-from spangrad.credit.estimators import BOTH_TERMS, EPISODE_TERMS, STEP_TERMS, Batch, components
-from spangrad.credit.gigpo import NO_ANCHOR
-from spangrad.credit.groups import Floats, pool_statistics
+from spangrad.credit.estimators import BOTH_TERMS, EPISODE_TERMS, STEP_TERMS
+from spangrad.credit.filtering import (
+    FILTERS,
+    MISSING,
+    OVERLONG,
+    OVERLONG_SETTINGS,
+    REASONS,
+    filtered,
+    is_overlong,
+    penalized,
+)
 from spangrad.credit.grpo import Singleton
 from spangrad.credit.rewards import DEFAULT_WEIGHTS
 from spangrad.credit.types import Trajectory
@@ -59,6 +65,8 @@ StepName = Literal[
     "tree_edges",
     "treerl",
 ]
+
+_COUNTS: Final = ("overlong_limit", "overlong_buffer", "overlong_factor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +125,23 @@ class CreditConfig:
     baseline_key: str = "task_id"
     """Which rollouts the `running_baseline` takes to be of one kind: of the same `task_id`, `all`, or of the
     same `task.NAME`, a value in the task (`task.a.b`: inside another)."""
+    filters: tuple[Literal["zero_spread", "top_share", "top_p"], ...] = ()
+    """What leaves groups out, one after the other: those in which nothing differs, all but the `top_share` of
+    groups, or all but the fewest that have `top_p` of the spread. What is left out is counted."""
+    top_share: float = 0.25
+    """Part of the groups that filter `top_share` keeps, those of the largest spread; above 0, at most 1."""
+    top_p: float = 0.9
+    """Part of the sum of standard deviations that filter `top_p` keeps; above 0, at most 1."""
+    overlong: Literal["keep", "mask", "penalize"] = "keep"
+    """What becomes of rollouts that are too long: kept as they were scored; `mask`: left out if they were cut
+    off or sampled more than `overlong_limit` tokens; `penalize`: their outcome is lowered from
+    `overlong_buffer` tokens below the limit on, by `overlong_factor` at the limit."""
+    overlong_limit: int = 0
+    """Longest rollout, in sampled tokens; 0: no limit."""
+    overlong_buffer: int = 0
+    """How far below the limit the penalty begins, in tokens; 0 or more, 1 to the limit with `penalize`."""
+    overlong_factor: float = 1.0
+    """Penalty at the limit, in reward units; 0 or more."""
 
     def __post_init__(self) -> None:
         """Check names, ranges, and that every setting that was changed has an effect."""
@@ -141,7 +166,15 @@ class CreditConfig:
             raise ConfigError(f"baseline_key is {self.baseline_key!r}; expected task_id, all or task.NAME")
         if self.ddof not in (0, 1):
             raise ConfigError(f"ddof is {self.ddof!r}; expected 0 or 1")
-        for name in ("step_weight", "eps", "history", "history_weight", "evidence_prior", "value_prior"):
+        for name in (
+            "step_weight",
+            "eps",
+            "history",
+            "history_weight",
+            "evidence_prior",
+            "value_prior",
+            *_COUNTS,
+        ):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected 0 or more")
         weights = list(self.reward_weights.values())
@@ -149,7 +182,32 @@ class CreditConfig:
             raise ConfigError(
                 f"reward_weights is {dict(self.reward_weights)!r}; expected finite weights, not all 0"
             )
+        for name in ("top_share", "top_p"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected above 0, at most 1")
+        if unknown := [name for name in self.filters if name not in FILTERS]:
+            raise ConfigError(f"filters has {unknown[0]!r}; expected some of {', '.join(FILTERS)}")
+        if len(set(self.filters)) < len(self.filters):
+            raise ConfigError(f"filters is {self.filters!r}; expected each one once")
+        if "zero_spread" in self.filters and self.step == "reinforce_pp":
+            raise ConfigError(
+                "filter 'zero_spread' has no effect with step 'reinforce_pp': it compares all groups"
+            )
+        self._check_overlong()
         self._check_effects()
+
+    def _check_overlong(self) -> None:
+        if self.overlong not in ("keep", "mask", "penalize"):
+            raise ConfigError(f"overlong is {self.overlong!r}; expected 'keep', 'mask' or 'penalize'")
+        if self.overlong != "penalize":
+            return
+        if not 1 <= self.overlong_buffer <= self.overlong_limit:
+            raise ConfigError(
+                f"overlong 'penalize' has limit {self.overlong_limit!r} and buffer {self.overlong_buffer!r};"
+                " expected a buffer of 1 to the limit"
+            )
+        if self.episode == "gdpo":
+            raise ConfigError("overlong 'penalize' is no component of episode 'gdpo'; choose 'mask'")
 
     def _check_effects(self) -> None:
         used = self.settings_used()
@@ -158,18 +216,27 @@ class CreditConfig:
             if setting.name not in used and value != setting.default:
                 raise ConfigError(
                     f"{setting.name} = {value!r} has no effect with episode {self.episode!r}, step "
-                    f"{self.step!r} and anchors {self.anchors!r}; leave it out, or choose what uses it"
+                    f"{self.step!r}, anchors {self.anchors!r}, filters {list(self.filters)!r} and overlong "
+                    f"{self.overlong!r}; leave it out, or choose what uses it"
                 )
 
     def settings_used(self) -> frozenset[str]:
         """Names of the settings that change what the chosen terms give."""
-        used = frozenset({"episode", "step", "reward_weights"})
+        used = frozenset({"episode", "step", "reward_weights", "overlong", *self.filters})
+        used |= OVERLONG_SETTINGS[self.overlong]
+        if self.episode != "running_baseline":  # it compares no groups
+            used |= {"filters"}
         if self.step in BOTH_TERMS:
             return used | BOTH_TERMS[self.step].settings
         used |= EPISODE_TERMS[self.episode].settings
         if self.step != "none":
             used |= STEP_TERMS[self.step].settings | {"step_weight"}
         return used - {"similarity"} if self.anchors == "exact" else used
+
+    @property
+    def drops(self) -> tuple[str, ...]:
+        """Names of what may leave rollouts out that have a reward."""
+        return (*((OVERLONG,) if self.overlong == "mask" else ()), *self.filters)
 
     @property
     def needs_branches(self) -> bool:
@@ -182,8 +249,10 @@ class CreditResult:
     """Advantages and what the batch looked like."""
 
     advantages: Mapping[tuple[str, str], float | None]
-    """(rollout_id, call_id) -> advantage. None: not assigned, because the reward is missing."""
+    """(rollout_id, call_id) -> advantage. None: not assigned, for the reason in `left_out`."""
     diagnostics: CreditDiagnostics
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """rollout_id -> why its steps have no advantage."""
 
     def of(self, rollout_id: str) -> dict[str, float]:
         """call_id -> advantage of one rollout, assigned ones only."""
@@ -212,22 +281,36 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
     shorter and not who was better.
     """
     _check(trajectories)
-    totals = [_total(trajectory, config) for trajectory in trajectories]
-    batch = batch_of(
-        [trajectory for trajectory, total in zip(trajectories, totals, strict=True) if total is not None],
-        [total for total in totals if total is not None],
-        gamma=config.gamma,
-        similarity=config.similarity if config.anchors == "similar" else None,
-    )
-    step_S = _step_term(batch, config)
-    is_informative_N = _is_informative(batch, config, step_S)
-    advantages_S = _advantages(batch, config, step_S, is_informative_N[batch.rollout_index_S])
+    if config.episode == "gdpo" and trajectories and not any(each.components for each in trajectories):
+        raise CreditError(
+            "no rollout tells the parts of its outcome, which episode 'gdpo' compares; choose another"
+        )
+    left_out: dict[str, str] = {}
+    for each in trajectories:
+        if total_of(each, config) is None:
+            left_out[each.rollout_id] = MISSING
+        elif is_overlong(each, config):
+            left_out[each.rollout_id] = OVERLONG
+    scored = penalized([each for each in trajectories if each.rollout_id not in left_out], config)
+    batch = scored_batch(scored, config)
+    step_S = step_term(batch, config)
+    is_informative_N = is_informative(batch, config, step_S)
+    trained, is_trained_informative_N = batch, is_informative_N
+    by_filter = filtered(batch.returns_N, batch.group_ids_N, is_informative_N, config)
+    if any(by_filter):
+        names = zip(scored, by_filter, strict=True)
+        left_out |= {each.rollout_id: name for each, name in names if name is not None}
+        trained = scored_batch([each for each in scored if each.rollout_id not in left_out], config)
+        step_S = step_term(trained, config)
+        is_trained_informative_N = is_informative(trained, config, step_S)
+    advantages_S = composed(trained, config, step_S, is_trained_informative_N[trained.rollout_index_S])
     given = iter(advantages_S.tolist())
     advantages: dict[tuple[str, str], float | None] = {
-        (trajectory.rollout_id, step.call_id): None if total is None else next(given)
-        for trajectory, total in zip(trajectories, totals, strict=True)
-        for step in trajectory.steps
+        (each.rollout_id, step.call_id): None if each.rollout_id in left_out else next(given)
+        for each in trajectories
+        for step in each.steps
     }
+    counts = Counter(left_out.values())
     diagnostics = diagnose(
         returns_N=batch.returns_N,
         group_ids_N=batch.group_ids_N,
@@ -238,8 +321,12 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
         advantages_S=advantages_S,
         rollouts=len(trajectories),
         baselines_N=batch.baselines_N if config.episode == "running_baseline" else None,
+        missing_reward=counts[MISSING],
+        dropped={name: counts[name] for name in config.drops},
     )
-    return CreditResult(advantages, diagnostics)
+    return CreditResult(
+        advantages, diagnostics, {rollout: REASONS[name] for rollout, name in left_out.items()}
+    )
 
 
 def _check(trajectories: Sequence[Trajectory]) -> None:
@@ -262,55 +349,3 @@ def _check(trajectories: Sequence[Trajectory]) -> None:
                 raise CreditError(
                     f"rollout {trajectory.rollout_id!r} has reward {reward!r}; expected a finite one or none"
                 )
-
-
-def _total(trajectory: Trajectory, config: CreditConfig) -> float | None:
-    """The return; None where something that the terms count is missing."""
-    if config.episode == "gdpo" and None in map(trajectory.components.get, config.reward_weights):
-        return None
-    return trajectory.total_reward
-
-
-def _step_term(batch: Batch, config: CreditConfig) -> Floats:
-    """What the step term alone gives, shape (S,); with a term that comes with its episode term: both."""
-    if (both := BOTH_TERMS.get(config.step)) is not None:
-        return both.estimate(batch, config, config.step_weight)
-    if config.step == "none":
-        return np.zeros_like(batch.step_returns_S)
-    return STEP_TERMS[config.step].estimate(batch, config)
-
-
-def _is_informative(batch: Batch, config: CreditConfig, step_S: Floats) -> NDArray[np.bool_]:
-    """Whether the rewards of each rollout's group differ: of the rollouts, or of the steps that are compared.
-
-    The latter where a step term is asked for: rollouts of equal return can earn it in different steps.
-    """
-    pools = pool_statistics(batch.returns_N, batch.group_ids_N, ddof=0)
-    differs_N = pools.std_X > 0
-    if config.episode == "gdpo":
-        for returns_N in components(batch, config):
-            differs_N |= pool_statistics(returns_N, batch.group_ids_N, ddof=0).std_X > 0
-    if config.step == "none" or not config.step_weight:
-        return differs_N
-    term = BOTH_TERMS[config.step] if config.step in BOTH_TERMS else STEP_TERMS[config.step]
-    if term.pool is None:
-        differs_S = step_S != 0.0
-    else:
-        pool_S = term.pool(batch)
-        differs_S = (pool_statistics(batch.undiscounted_S, pool_S, ddof=0).std_X > 0) & (pool_S != NO_ANCHOR)
-    is_compared_N = (pools.count_X > 1) | term.counts_lone
-    return differs_N | (is_compared_N & np.isin(batch.group_ids_N, batch.group_ids_S[differs_S]))
-
-
-def _advantages(
-    batch: Batch, config: CreditConfig, step_S: Floats, is_informative_S: NDArray[np.bool_]
-) -> Floats:
-    if (both := BOTH_TERMS.get(config.step)) is not None:
-        counts_N = pool_statistics(batch.returns_N, batch.group_ids_N, ddof=0).count_X
-        is_lone_S = counts_N[batch.rollout_index_S] == 1
-        alone_S = np.where(is_lone_S, both.estimate(batch, config, 0.0), 0.0)
-        return np.where(is_informative_S, step_S, alone_S)
-    term = EPISODE_TERMS[config.episode]
-    episode = term.estimate(batch, config)
-    episode_S = episode if term.is_per_step else episode[batch.rollout_index_S]
-    return episode_S + config.step_weight * np.where(is_informative_S, step_S, 0.0)

@@ -54,7 +54,7 @@ def branches(trajectories: Sequence[Trajectory], group_ids_N: Ints) -> Branches:
         if parent != NO_PARENT:
             children[parent] += 1
             has_own_child[parent] |= rollout_S[parent] == rollout_S[s]
-    if not (children > 1).any():
+    if steps and not (children + ~has_own_child > 1).any():
         raise CreditError(
             "no rollout of this batch goes on from a call of another one, and none branches: there is no"
             " tree; choose terms that compare rollouts, or steps from the same state"

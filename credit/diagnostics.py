@@ -27,7 +27,7 @@ class CreditDiagnostics:
     equal_groups: int
     """Groups with several scored rollouts whose rewards are all equal, however far they are discounted."""
     singleton_groups: int
-    """Groups with one scored rollout: nothing to compare it with."""
+    """Groups with one scored rollout and nothing to compare it with."""
     expected_informative_share: float | None
     """Mean of 1 - p^G - (1-p)^G over the groups, p the share of rollouts with the higher return. A measured
     share far below it: tasks are either always or never solved. None unless returns take at most two
@@ -47,6 +47,8 @@ class CreditDiagnostics:
     """Mean over groups of the standard deviation inside, population."""
     advantage_abs_mean: float | None
     """Mean |A| over steps."""
+    dropped: Mapping[str, int]
+    """Rollouts that each filter left out, by its name."""
     without_baseline: int | None = None
     """Rollouts of which the running baseline expected nothing: of no known kind, or the first of theirs."""
 
@@ -71,6 +73,7 @@ class CreditDiagnostics:
             "advantage/abs_mean": self.advantage_abs_mean,
             "baseline/missing": self.without_baseline,
         }
+        named |= {f"dropped/{name}": count for name, count in self.dropped.items()}
         return {name: float(value) for name, value in named.items() if value is not None}
 
 
@@ -84,6 +87,8 @@ def diagnose(
     exact_anchor_ids_S: Ints | None = None,
     advantages_S: Floats,
     rollouts: int,
+    missing_reward: int,
+    dropped: Mapping[str, int],
     baselines_N: Floats | None = None,
 ) -> CreditDiagnostics:
     """Describe a batch.
@@ -98,16 +103,19 @@ def diagnose(
         advantages_S: What each step got.
         rollouts: Rollouts in the batch, scored or not.
         baselines_N: What was expected of each scored rollout, where that is what it is compared with.
+        missing_reward: Those that nobody scored.
+        dropped: Those that each filter left out.
     """
     _, first = np.unique(group_ids_N, return_index=True)
     pools = pool_statistics(returns_N, group_ids_N, ddof=0)
     sizes, means, stds = pools.count_X[first], pools.mean_X[first], pools.std_X[first]
     sizes_S = _pool_sizes(group_ids_S, anchor_ids_S)
     exact_S = None if exact_anchor_ids_S is None else _pool_sizes(group_ids_S, exact_anchor_ids_S)
-    informative, singleton = int(is_informative_N[first].sum()), int((sizes == 1).sum())
+    is_informative = is_informative_N[first]
+    informative, singleton = int(is_informative.sum()), int(((sizes == 1) & ~is_informative).sum())
     return CreditDiagnostics(
         rollouts=rollouts,
-        missing_reward=rollouts - len(returns_N),
+        missing_reward=missing_reward,
         groups=len(first),
         informative_groups=informative,
         equal_groups=len(first) - informative - singleton,
@@ -121,6 +129,7 @@ def diagnose(
         reward_std_in_groups=float(stds.mean()) if len(first) else None,
         advantage_abs_mean=float(np.abs(advantages_S).mean()) if len(advantages_S) else None,
         without_baseline=None if baselines_N is None else int(np.isnan(baselines_N).sum()),
+        dropped=dropped,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from spangrad.adapters.call_tree import build_tree
+from spangrad.adapters.call_tree import build_tree, in_order
 from spangrad.adapters.calls import calls_of
 from spangrad.adapters.model_call import Grade, ModelCall, Purpose
 from spangrad.credit.aggregation import Aggregation, weigh
@@ -122,7 +122,7 @@ def credited_rows(
         reward_weights=reward_weights,
         with_rewards=needs_rewards,
     )
-    advantages, diagnostics = _credit(trajectories, config, is_scored=needs_rewards)
+    advantages, diagnostics, left_out = _credit(trajectories, config, is_scored=needs_rewards)
     rows: list[Transition] = []
     notes: Counter[str] = Counter()
     for rollout, trajectory in zip(ended, trajectories, strict=True):
@@ -132,7 +132,8 @@ def credited_rows(
             refused.append(Refused(rollout.rollout_id, None, reason))
             continue
         assigned = {step.call_id: advantages[rollout.rollout_id, step.call_id] for step in trajectory.steps}
-        rows += _rows(rollout, calls, assigned, min_grade, render, refused, notes, target)
+        why = left_out.get(rollout.rollout_id, MISSING_REWARD)
+        rows += _rows(rollout, calls, assigned, why, min_grade, render, refused, notes, target)
     if prefer is not None:
         preferred = prefer(rows, {each.rollout_id: each.total_reward for each in trajectories})
         rows = list(preferred.rows)
@@ -266,28 +267,41 @@ def _trajectory(
         with_observations=config is not None and config.anchors == "similar",
         components=rewards.components,
         parents=parents,
+        is_truncated=is_truncated(rollout, calls),
     )
+
+
+def is_truncated(rollout: Rollout, calls: Sequence[ModelCall]) -> bool:
+    """Whether a rollout was cut off: its last acting call ran into its length, or the agent says so.
+
+    An agent says it by returning a dictionary with `truncated` true, as Gymnasium's environments do.
+    """
+    if isinstance(rollout.output, Mapping) and rollout.output.get("truncated"):
+        return True
+    last = next((call for call in reversed(in_order(calls)) if untrained_because(call) is None), None)
+    return last is not None and any(choice.finish_reason == "length" for choice in last.choices)
 
 
 def _credit(
     trajectories: Sequence[Trajectory], config: CreditConfig | None, *, is_scored: bool
-) -> tuple[Mapping[tuple[str, str], float | None], Mapping[str, float]]:
+) -> tuple[Mapping[tuple[str, str], float | None], Mapping[str, float], Mapping[str, str]]:
     if config is not None:
         result = assign(trajectories, config)
-        return result.advantages, result.diagnostics.metrics()
+        return result.advantages, result.diagnostics.metrics(), result.left_out
     ones: dict[tuple[str, str], float | None] = {
         (trajectory.rollout_id, step.call_id): 1.0 for trajectory in trajectories for step in trajectory.steps
     }
     if not is_scored:
-        return ones, {"rollouts/all": float(len(trajectories))}
+        return ones, {"rollouts/all": float(len(trajectories))}, {}
     metrics = assign(trajectories, CreditConfig()).diagnostics.metrics()
-    return ones, {name: value for name, value in metrics.items() if not name.startswith("advantage/")}
+    return ones, {name: value for name, value in metrics.items() if not name.startswith("advantage/")}, {}
 
 
 def _rows(
     rollout: Rollout,
     calls: Sequence[ModelCall],
     assigned: Mapping[str, float | None],
+    unassigned_because: str,
     min_grade: Grade | str,
     render: Render | None,
     refused: list[Refused],
@@ -322,5 +336,5 @@ def _rows(
         return observation_rows(tree, acts, group_id=rollout.group_id)
     trained = {call.call_id: assigned.get(call.call_id) for call in kept}
     missing = [call_id for call_id, advantage in trained.items() if advantage is None]
-    refused += [Refused(rollout.rollout_id, call_id, MISSING_REWARD) for call_id in missing]
+    refused += [Refused(rollout.rollout_id, call_id, unassigned_because) for call_id in missing]
     return transitions(tree, trained, group_id=rollout.group_id)

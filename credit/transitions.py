@@ -103,6 +103,7 @@ def trajectory_of(
     with_observations: bool = False,
     components: Mapping[str, float | None] | None = None,
     parents: Mapping[str, str] | None = None,
+    is_truncated: bool = False,
 ) -> Trajectory:
     """The steps of one rollout: its calls by the trained policy that came to an end, in order.
 
@@ -115,6 +116,7 @@ def trajectory_of(
         with_observations: Whether steps know what the policy saw, for anchors by similarity.
         components: The outcome's parts by name.
         parents: call_id -> call that it goes on from, where that is not the one before it.
+        is_truncated: Whether it was cut off.
     """
     given = step_rewards or {}
     steps = [
@@ -133,7 +135,7 @@ def trajectory_of(
         if acts(call)
     ]
     name = rollout_id or next((_rollout_of(call) for call in calls), "")
-    return Trajectory(name, group_id, reward, steps, components or {})
+    return Trajectory(name, group_id, reward, steps, components or {}, is_truncated)
 
 
 def _sampled_tokens(call: ModelCall) -> int | None:

@@ -41,6 +41,8 @@ class Trajectory:
     """The outcome's parts by name, without their weights; `reward` is their weighted sum."""
     baseline: float | None = None
     """Return that was to be expected before it ran, for a comparison without a group; None: not known."""
+    is_truncated: bool = False
+    """Whether it was cut off (tokens, turns, time) rather than ended by itself."""
 
     @property
     def total_reward(self) -> float | None:

@@ -145,9 +145,12 @@ class RolloutConfig:
     divided by `aggregation_tokens`."""
     aggregation_tokens: float | None = None
     """The constant of aggregation `constant`, in tokens; above 0. It is of the config, never of the batch."""
+    informative_groups: int = 1
+    """New sets of tasks are tried until so many groups of an update have an advantage other than 0; 1 or
+    more, and not more than `refills` can give. With `credit.filters = ["zero_spread"]`: DAPO's dynamic
+    sampling."""
     refills: int = 3
-    """New sets of tasks tried when a whole batch says nothing (all rewards of every group equal); 0 or
-    more."""
+    """New sets of tasks tried at most; an update then learns from what there is, if anything. 0 or more."""
     reward_authors: tuple[Literal["agent", "evaluator", "operator"], ...] = ("evaluator", "operator")
     """Whose rewards count. `agent` can be forged by the policy's own process."""
 
@@ -165,6 +168,16 @@ class RolloutConfig:
                 "'constant' needs the number of tokens that rollouts are divided by, others have none"
             )
         require(self.refills >= 0, "rollout.refills", self.refills, "0 or more")
+        most = self.groups_per_update * (self.refills + 1)
+        require(
+            self.informative_groups >= 1, "rollout.informative_groups", self.informative_groups, "1 or more"
+        )
+        require(
+            self.informative_groups <= most,
+            "rollout.informative_groups",
+            self.informative_groups,
+            f"at most {most}: groups_per_update with all refills",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,11 +54,12 @@ class Crediting:
             prefer=config.preference.prefer(config.learner.objective),
         )
 
-    def has_signal(self, batch: CreditedBatch) -> bool:
-        """Whether an update can learn from the batch."""
-        if not self._objective.needs_credit:
-            return bool(batch.rows)
-        return any(np.any(row.advantages[row.action_mask] != 0) for row in batch.rows)
+    def informative_groups(self, batch: CreditedBatch) -> int:
+        """How many groups an update can learn from; a rollout without one is a group of its own."""
+        rows = batch.rows
+        if self._objective.needs_credit:
+            rows = [row for row in rows if np.any(row.advantages[row.action_mask] != 0)]
+        return len({row.group_id or row.rollout_id for row in rows})
 
     def _rendered(self, call: ModelCall) -> ModelCall:
         """The call, if the model has its ids; one of grade `text` gets some if the objective trains it."""

@@ -151,18 +151,19 @@ class Run:
             self._publish_weights()
 
     def collect(self) -> tuple[CreditedBatch, list[Rollout], Metrics]:
-        """Rollouts of the next update, credited; refilled while no group says anything."""
+        """Rollouts of the next update, credited; refilled until enough groups say something."""
         config = self.config.rollout
         seen: list[Rollout] = []
         metrics = dict.fromkeys(("rollout/failed_attempts", "rollout/reward_errors"), 0.0)
         started = time.monotonic()
-        credit_s = 0.0
+        credit_s, informative = 0.0, 0
         for refill in range(config.refills + 1):
             if refill:
                 logger.warning(
-                    "update %d: no group of %d rollouts has different rewards; trying other tasks,"
-                    " refill %d of %d",
-                    *(self.update_index, len(seen), refill, config.refills),
+                    "update %d: %d of the groups of %d rollouts say something, %d are wanted;"
+                    " trying other tasks, refill %d of %d",
+                    *(self.update_index, informative, len(seen), config.informative_groups),
+                    *(refill, config.refills),
                 )
             ended, reports = self._run_rollouts(refill)
             seen += ended
@@ -174,8 +175,11 @@ class Run:
             credit_started = time.monotonic()
             batch = self._crediting.rows(self.store, seen, self.policy_version)
             credit_s += time.monotonic() - credit_started
-            if self._crediting.has_signal(batch):
+            informative = self._crediting.informative_groups(batch)
+            if informative >= config.informative_groups or (informative and refill == config.refills):
                 metrics |= {
+                    "rollout/refills": float(refill),
+                    "rollout/informative_groups": float(informative),
                     "time/rollout_s": time.monotonic() - started - credit_s,
                     "time/credit_s": credit_s,
                 }

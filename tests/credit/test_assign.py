@@ -149,6 +149,12 @@ def test_a_reward_that_is_not_finite_is_an_error_that_names_the_rollout():
         {"episode": "grpp"},
         {"step": "gigp"},
         {"step": "hgpo", "history": -1},
+        {"filters": ("zero_sprad",)},
+        {"filters": ("top_p", "top_p")},
+        {"step": "reinforce_pp", "filters": ("zero_spread",)},
+        {"overlong": "penalise"},
+        {"overlong": "penalize", "overlong_limit": 4, "overlong_buffer": 5},
+        {"episode": "gdpo", "overlong": "penalize", "overlong_limit": 4, "overlong_buffer": 4},
         {"step": "gigpo", "anchors": "fuzzy"},
         {"episode": "running_baseline", "baseline_decay": 1.0},
         {"episode": "running_baseline", "baseline_key": "task."},
@@ -266,6 +272,8 @@ CHANGED: dict[str, Any] = {
     "similarity": 0.5,
     "evidence_prior": 1.0,
     "value_prior": 0.5,
+    "filters": ("top_share",),
+    "overlong": "mask",
     "reward_weights": {"reward": 1.0, "format": 2.0},
     "baseline_decay": 0.5,
     "baseline_key": "all",
@@ -298,6 +306,7 @@ RICH = [
         ],
         {"reward": reward, "format": float("adik".find(name) % 3)},
         baseline=reward / 3,
+        is_truncated=name == "b",
     )
     for name, group, reward, steps in (
         ("a", "g", 1.0, [("s", 0.0, 3), ("t", 0.5, 1), ("u", 0.0, 2)]),
@@ -329,8 +338,31 @@ def rich_for(terms: dict[str, Any]) -> list[Trajectory]:
     ]
 
 
+FILTERING: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"filters": ("top_share",)}, {"top_share": 0.5}),
+    ({"filters": ("top_p",)}, {"top_p": 0.3}),
+    ({"overlong": "mask"}, {"overlong_limit": 5}),
+    (
+        {"overlong": "penalize", "overlong_limit": 10, "overlong_buffer": 4},
+        {"overlong_limit": 8, "overlong_buffer": 8, "overlong_factor": 2.0},
+    ),
+]
+"""What uses them, and settings of filters that are walked there."""
+
+
 def test_every_setting_is_walked():
-    assert {field.name for field in fields(CreditConfig)} == {"episode", "step", *CHANGED}
+    filtering = {name for _, changed in FILTERING for name in changed}
+    assert {field.name for field in fields(CreditConfig)} == {"episode", "step", *CHANGED, *filtering}
+
+
+@pytest.mark.parametrize(("used", "changed"), FILTERING)
+def test_every_setting_of_a_filter_changes_something_and_is_refused_elsewhere(used, changed):
+    config = CreditConfig(**used)
+    before = assign(RICH, config).advantages
+    for name, value in changed.items():
+        assert assign(RICH, replace(config, **{name: value})).advantages != before, name
+        with pytest.raises(ConfigError, match=rf"^{name} = .* has no effect .*; leave it out"):
+            CreditConfig(**{name: value})
 
 
 @pytest.mark.parametrize("terms", TERMS)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from spangrad.adapters.model_call import ModelCall
+from spangrad.adapters.model_call import Choice, ModelCall
 from spangrad.credit.assign import CreditConfig
 from spangrad.credit.labels import best, labelled
-from spangrad.credit.pipeline import credited_rows
+from spangrad.credit.pipeline import credited_rows, is_truncated
 from spangrad.credit.rewards import rewards_of
 from spangrad.errors import ConfigError, GradeError
 from spangrad.store.file_store import FileStore
@@ -137,6 +137,28 @@ def test_a_rollout_that_goes_on_from_a_call_of_another_one_is_a_branch_of_it(sto
     found = {row.rollout_id: row.advantages[row.action_mask].tolist() for row in rows}
     # The first call of the trunk leads to 1 and to 0; what follows it decides.
     assert found == {"trunk": [0.0, 0.0, 0.5], "branch": [-0.5]}
+
+
+def test_a_rollout_that_was_cut_off_is_masked_and_stays_in_the_books(store):
+    rollouts = filled(store, {"good": 1.0, "bad": 0.0, "cut": 0.0})
+    rollouts[2] = dataclasses.replace(rollouts[2], output={"truncated": True})
+    assert [one.rollout_id for one in rollouts] == ["good", "bad", "cut"]
+    batch = credited_rows(store, rollouts, dataclasses.replace(PLAIN, overlong="mask"))
+    assert [row.advantages.max() for row in batch.rows] == [0.5, 0.0]
+    assert {r.reason for r in batch.refused} == {
+        "overlong: it was cut off, or sampled more tokens than credit.overlong_limit"
+    }
+    assert sum(r.sampled_tokens for r in batch.refused) == 3
+    assert batch.diagnostics["dropped/overlong"] == 1
+
+
+def test_a_last_reply_that_ran_into_its_length_cuts_a_rollout_off():
+    whole, cut = call("a", [1], [2]), call("b", [1, 2], [3])
+    assert cut.choices[0].finish_reason != "length"
+    ended = dataclasses.replace(cut, start_ns=9, choices=[Choice({}, finish_reason="length")])
+    assert not is_truncated(ROLLOUT, [whole, cut])
+    assert is_truncated(ROLLOUT, [ended, whole])
+    assert not is_truncated(ROLLOUT, [dataclasses.replace(ended, is_trained_policy=False), whole])
 
 
 def test_a_reward_from_the_agents_own_key_does_not_count_unless_asked(store):

@@ -28,7 +28,7 @@ from spangrad.trainer.config import TrainConfig, load_config
 from spangrad.trainer.crediting import Crediting
 from spangrad.trainer.learning.checkpoint import Checkpoint, save_checkpoint
 from spangrad.trainer.learning.learner_config import LearnerConfig
-from spangrad.trainer.loop import Run
+from spangrad.trainer.loop import Run, batch_metrics
 from spangrad.trainer.preference_config import PreferenceConfig
 from spangrad.trainer.resuming import continues
 from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, update_rollouts, worker_config
@@ -125,8 +125,8 @@ def end_rollouts(
         store.finish(rollout.rollout_id, 0)
 
 
-def with_refills(config: TrainConfig, refills: int) -> TrainConfig:
-    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, refills=refills))
+def with_refills(config: TrainConfig, refills: int, **more: int) -> TrainConfig:
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, refills=refills, **more))
 
 
 @pytest.fixture
@@ -171,7 +171,8 @@ def test_a_refill_is_announced_before_it_and_only_if_it_follows(config, start, c
     with pytest.raises(EmptyBatchError):
         run.collect()
     assert announced(caplog) == [
-        "update 0: no group of 2 rollouts has different rewards; trying other tasks, refill 1 of 1"
+        "update 0: 0 of the groups of 2 rollouts say something, 1 are wanted; trying other tasks,"
+        " refill 1 of 1"
     ]
 
 
@@ -187,9 +188,28 @@ def test_a_refill_that_says_something_is_trained_together_with_what_came_before(
     run = start(with_refills(config, 1))
     end_rollouts(run.store, config, 0, [1.0, 1.0])
     end_rollouts(run.store, config, 1, [1.0, 0.0])
-    batch, rollouts, _ = run.collect()
+    batch, rollouts, metrics = run.collect()
     assert len(rollouts) == 4
     assert (batch.diagnostics["groups/informative"], batch.diagnostics["groups/equal"]) == (1, 1)
+    assert (metrics["rollout/refills"], metrics["rollout/informative_groups"]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(("second", "informative"), [([0.0, 1.0], 2.0), ([1.0, 1.0], 1.0)])
+def test_sets_of_tasks_are_tried_until_enough_groups_say_something_or_there_are_no_more(
+    config, start, second, informative
+):
+    config = with_refills(config, 1, informative_groups=2)
+    credit = dataclasses.replace(config.credit, filters=("zero_spread",))
+    run = start(dataclasses.replace(config, credit=credit))
+    end_rollouts(run.store, config, 0, [1.0, 0.0])
+    end_rollouts(run.store, config, 1, second)
+    batch, rollouts, metrics = run.collect()
+    assert len(rollouts) == 4
+    assert metrics["rollout/informative_groups"] == informative
+    assert batch.diagnostics["dropped/zero_spread"] == len(rollouts) - 2 * informative
+    told = batch_metrics(batch)
+    assert told["credit/dropped_zero_spread"] == batch.diagnostics["dropped/zero_spread"]
+    assert told["data/sampled_tokens"] == 12.0  # 3 calls of 2 tokens a set, trained or dropped
 
 
 def of_objective(config: TrainConfig, objective: str, **preference: Any) -> TrainConfig:
