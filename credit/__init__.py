@@ -9,7 +9,7 @@ from spangrad.credit.gdpo import gdpo
 from spangrad.credit.gigpo import gigpo, gigpo_as_published, step_advantages
 from spangrad.credit.grpo import dr_grpo, group_advantages, grpo
 from spangrad.credit.hgpo import hgpo, hgpo_as_published
-from spangrad.credit.information_gain import information_gains
+from spangrad.credit.information_gain import answer_potentials, information_gains
 from spangrad.credit.labels import best, labelled
 from spangrad.credit.maxrl import maxrl
 from spangrad.credit.opo import opo
@@ -53,6 +53,7 @@ __all__ = [
     "Trajectory",
     "Transition",
     "Tried",
+    "answer_potentials",
     "assign",
     "best",
     "best_of_group",

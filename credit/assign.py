@@ -25,6 +25,7 @@ from spangrad.credit.estimators import BOTH_TERMS, EPISODE_TERMS, STEP_TERMS
 from spangrad.credit.filtering import (
     FILTERS,
     MISSING,
+    MISSING_SCORE,
     OVERLONG,
     OVERLONG_SETTINGS,
     REASONS,
@@ -34,6 +35,7 @@ from spangrad.credit.filtering import (
 )
 from spangrad.credit.grpo import Singleton
 from spangrad.credit.rewards import DEFAULT_WEIGHTS
+from spangrad.credit.scoring import check_shaping, cycle_test, lacks_scores, with_terms
 from spangrad.credit.types import Trajectory
 from spangrad.errors import ConfigError, CreditError
 
@@ -62,11 +64,12 @@ StepName = Literal[
     "mt_grpo",
     "per_turn_index_biased",
     "reinforce_pp",
+    "turn_credit",
     "tree_edges",
     "treerl",
 ]
 
-_COUNTS: Final = ("overlong_limit", "overlong_buffer", "overlong_factor")
+_COUNTS: Final = ("overlong_limit", "overlong_buffer", "overlong_factor", "shaping_weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +87,10 @@ class CreditConfig:
     what the others still earn from that step on (`leave_one_out_to_go`). `gigpo_as_published` also takes the
     episode term's statistics over steps, keeps raw singletons and uses ddof 1, as the published code does; it
     needs episode `grpo`, and so does `mt_grpo` (one intermediate reward a rollout, apart from the outcome).
-    `rtmc` compares actions of a state; `tree_edges` and `treerl` need rollouts that branch; `reinforce_pp`
-    whitens over the tokens of the batch, whatever the groups; `per_turn_index_biased` is there to compare
-    with. A group of equal rewards gets zero from all of them."""
+    `rtmc` compares actions of a state; `tree_edges` and `treerl` need rollouts that branch; `turn_credit`
+    spreads changes of `scores` over the steps before; `reinforce_pp` whitens over the tokens of the batch,
+    whatever the groups; `per_turn_index_biased` is there to compare with. A group of equal rewards gets zero
+    from all of them, but for what scores say."""
     step_weight: float = 1.0
     """lambda: weight of the step term; 0 or more."""
     gamma: float = 0.95
@@ -142,6 +146,18 @@ class CreditConfig:
     """How far below the limit the penalty begins, in tokens; 0 or more, 1 to the limit with `penalize`."""
     overlong_factor: float = 1.0
     """Penalty at the limit, in reward units; 0 or more."""
+    scores: str | None = None
+    """Where numbers about states come from, for step `turn_credit` and for `shaping`: `path/to/file.py:name`
+    or `package.module:name`, called as `function(task, calls) -> numbers` with the calls that are steps, one
+    number before each and one behind the last; or `reward:NAME`, rewards of steps, for the states behind them
+    (before the first it is 0)."""
+    shaping: Literal["none", "potential", "score_gain", "terms"] = "none"
+    """What scores add. `potential`: gamma p' - p, with 0 at the end of a rollout that was not cut off, to
+    returns of steps alone; it leaves the best policy alone. `score_gain` (p' - p) and `terms` (the numbers
+    themselves, one a step) are added to the rewards of steps, a new objective: `shaping/passes` says whether
+    going in circles pays."""
+    shaping_weight: float = 1.0
+    """Factor of what shaping adds; 0 or more."""
 
     def __post_init__(self) -> None:
         """Check names, ranges, and that every setting that was changed has an effect."""
@@ -194,6 +210,7 @@ class CreditConfig:
                 "filter 'zero_spread' has no effect with step 'reinforce_pp': it compares all groups"
             )
         self._check_overlong()
+        check_shaping(self, self.settings_used())
         self._check_effects()
 
     def _check_overlong(self) -> None:
@@ -222,10 +239,12 @@ class CreditConfig:
 
     def settings_used(self) -> frozenset[str]:
         """Names of the settings that change what the chosen terms give."""
-        used = frozenset({"episode", "step", "reward_weights", "overlong", *self.filters})
+        used = frozenset({"episode", "step", "reward_weights", "overlong", "shaping", *self.filters})
         used |= OVERLONG_SETTINGS[self.overlong]
         if self.episode != "running_baseline":  # it compares no groups
             used |= {"filters"}
+        if self.shaping != "none":
+            used |= {"scores", "shaping_weight"}
         if self.step in BOTH_TERMS:
             return used | BOTH_TERMS[self.step].settings
         used |= EPISODE_TERMS[self.episode].settings
@@ -236,7 +255,8 @@ class CreditConfig:
     @property
     def drops(self) -> tuple[str, ...]:
         """Names of what may leave rollouts out that have a reward."""
-        return (*((OVERLONG,) if self.overlong == "mask" else ()), *self.filters)
+        overlong = (OVERLONG,) if self.overlong == "mask" else ()
+        return (*overlong, *((MISSING_SCORE,) if self.scores is not None else ()), *self.filters)
 
     @property
     def needs_branches(self) -> bool:
@@ -291,7 +311,11 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
             left_out[each.rollout_id] = MISSING
         elif is_overlong(each, config):
             left_out[each.rollout_id] = OVERLONG
-    scored = penalized([each for each in trajectories if each.rollout_id not in left_out], config)
+        elif lacks_scores(each, config):
+            left_out[each.rollout_id] = MISSING_SCORE
+    scored = [each for each in trajectories if each.rollout_id not in left_out]
+    shaping = cycle_test(scored, config)
+    scored = penalized(with_terms(scored, config), config)
     batch = scored_batch(scored, config)
     step_S = step_term(batch, config)
     is_informative_N = is_informative(batch, config, step_S)
@@ -323,6 +347,7 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
         baselines_N=batch.baselines_N if config.episode == "running_baseline" else None,
         missing_reward=counts[MISSING],
         dropped={name: counts[name] for name in config.drops},
+        shaping=shaping,
     )
     return CreditResult(
         advantages, diagnostics, {rollout: REASONS[name] for rollout, name in left_out.items()}

@@ -13,6 +13,7 @@ from spangrad.credit.estimators import BOTH_TERMS, EPISODE_TERMS, STEP_TERMS, Ba
 from spangrad.credit.filters import Bools
 from spangrad.credit.gigpo import NO_ANCHOR
 from spangrad.credit.groups import Floats, pool_statistics
+from spangrad.credit.scoring import with_potentials
 from spangrad.credit.types import Trajectory
 
 if TYPE_CHECKING:
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
 def scored_batch(scored: Sequence[Trajectory], config: "CreditConfig") -> Batch:
     """Arrays of rollouts whose returns are known."""
     totals = [total_of(each, config) for each in scored]
-    return batch_of(
+    found = batch_of(
         scored,
         [total for total in totals if total is not None],
         gamma=config.gamma,
         similarity=config.similarity if config.anchors == "similar" else None,
     )
+    return with_potentials(found, config)
 
 
 def total_of(trajectory: Trajectory, config: "CreditConfig") -> float | None:

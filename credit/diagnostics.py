@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from spangrad.credit.gigpo import NO_ANCHOR, pool_ids
 from spangrad.credit.groups import Floats, Ints, pool_statistics
+from spangrad.credit.shaping import CycleTest
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class CreditDiagnostics:
     """Mean |A| over steps."""
     dropped: Mapping[str, int]
     """Rollouts that each filter left out, by its name."""
+    shaping: CycleTest | None
+    """What going in circles earns from what shaping adds; None: it adds nothing, or a potential."""
     without_baseline: int | None = None
     """Rollouts of which the running baseline expected nothing: of no known kind, or the first of theirs."""
 
@@ -73,6 +76,12 @@ class CreditDiagnostics:
             "advantage/abs_mean": self.advantage_abs_mean,
             "baseline/missing": self.without_baseline,
         }
+        if self.shaping is not None:
+            named |= {
+                "shaping/farming_gain": self.shaping.gain,
+                "shaping/cycles": self.shaping.cycles,
+                "shaping/passes": self.shaping.passes,
+            }
         named |= {f"dropped/{name}": count for name, count in self.dropped.items()}
         return {name: float(value) for name, value in named.items() if value is not None}
 
@@ -89,6 +98,7 @@ def diagnose(
     rollouts: int,
     missing_reward: int,
     dropped: Mapping[str, int],
+    shaping: CycleTest | None,
     baselines_N: Floats | None = None,
 ) -> CreditDiagnostics:
     """Describe a batch.
@@ -105,6 +115,7 @@ def diagnose(
         baselines_N: What was expected of each scored rollout, where that is what it is compared with.
         missing_reward: Those that nobody scored.
         dropped: Those that each filter left out.
+        shaping: The test of what shaping adds.
     """
     _, first = np.unique(group_ids_N, return_index=True)
     pools = pool_statistics(returns_N, group_ids_N, ddof=0)
@@ -130,6 +141,7 @@ def diagnose(
         advantage_abs_mean=float(np.abs(advantages_S).mean()) if len(advantages_S) else None,
         without_baseline=None if baselines_N is None else int(np.isnan(baselines_N).sum()),
         dropped=dropped,
+        shaping=shaping,
     )
 
 

@@ -25,12 +25,13 @@ from spangrad.credit.reinforce_pp import (
     reinforce_pp_baseline,
     reinforce_pp_baseline_as_published,
 )
+from spangrad.credit.returns import returns_to_go
 from spangrad.credit.rloo import rloo
 from spangrad.credit.roles import role_advantages
 from spangrad.credit.running import baseline_advantages
 from spangrad.credit.state_actions import NO_ACTION, state_action_advantages
 from spangrad.credit.tree_terms import tree_edges, tree_grpo, tree_rl
-from spangrad.credit.turns import leave_one_out_to_go, mt_grpo, per_turn_index
+from spangrad.credit.turns import leave_one_out_to_go, mt_grpo, per_turn_index, turn_credit
 from spangrad.credit.types import Trajectory
 from spangrad.errors import CreditError
 
@@ -183,6 +184,29 @@ def _rtmc(batch: Batch, config: "CreditConfig") -> Floats:
     )
 
 
+def _per_turn_index(batch: Batch, config: "CreditConfig") -> Floats:
+    """Summed from each turn on, so that a turn has credit for what follows."""
+    normalized_S = per_turn_index(
+        batch.rewards_S,
+        batch.rollout_index_S,
+        batch.step_index_S,
+        batch.group_ids_N,
+        scale_by_std=config.scale_by_std,
+        ddof=config.ddof,
+        eps=config.eps,
+    )
+    lengths_N = np.bincount(batch.rollout_index_S, minlength=len(batch.returns_N))
+    return returns_to_go(normalized_S, lengths_N.astype(np.int64), 1.0)
+
+
+def _turn_credit(batch: Batch, config: "CreditConfig") -> Floats:
+    found = [
+        turn_credit(np.array(each.scores or [None], dtype=np.float64)[1:], gamma=config.gamma)
+        for each in batch.trajectories
+    ]
+    return np.concatenate([np.zeros(0), *found])
+
+
 def _mt_grpo(batch: Batch, config: "CreditConfig", step_weight: float) -> Floats:
     intermediate, last = [], []
     for each in batch.trajectories:
@@ -314,18 +338,11 @@ STEP_TERMS: Final[Mapping[str, StepTerm]] = {
         frozenset({"gamma"}),
     ),
     "per_turn_index_biased": StepTerm(
-        lambda batch, config: per_turn_index(
-            batch.rewards_S,
-            batch.rollout_index_S,
-            batch.step_index_S,
-            batch.group_ids_N,
-            scale_by_std=config.scale_by_std,
-            ddof=config.ddof,
-            eps=config.eps,
-        ),
+        _per_turn_index,
         _by_index,
         frozenset({"scale_by_std", "ddof", "eps"}),
     ),
+    "turn_credit": StepTerm(_turn_credit, None, frozenset({"gamma", "scores"}), counts_lone=True),
     "reinforce_pp": StepTerm(
         _reinforce_pp,
         lambda batch: np.zeros(len(batch.step_returns_S), dtype=np.int64),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from spangrad.credit.assign import CreditConfig
 
 MISSING: Final = "missing_reward"
+MISSING_SCORE: Final = "missing_score"
 OVERLONG: Final = "overlong"
 OVERLONG_SETTINGS: Final[Mapping[str, frozenset[str]]] = {
     "keep": frozenset(),
@@ -32,6 +33,7 @@ OVERLONG_SETTINGS: Final[Mapping[str, frozenset[str]]] = {
 """What is done about overlong rollouts -> the settings that it uses."""
 REASONS: Final[Mapping[str, str]] = {
     MISSING: MISSING_REWARD,
+    MISSING_SCORE: "the score of a state is missing",
     OVERLONG: "overlong: it was cut off, or sampled more tokens than credit.overlong_limit",
     "zero_spread": "filter zero_spread: nothing that is compared in its group differs",
     "top_share": "filter top_share: the rewards of its group differ less than those of groups that stay",

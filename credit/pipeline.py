@@ -22,10 +22,12 @@ from spangrad.credit.observations import observation_rows
 from spangrad.credit.pairs import Preferred
 from spangrad.credit.rendered import REWRITTEN, Render, count_rewritten, rendered, with_unknown_tools
 from spangrad.credit.rewards import DEFAULT_AUTHORS, RolloutRewards, by_rollout, rewards_of
+from spangrad.credit.scoring import BY_REWARD, scorer
 from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import (
     MISSING_REWARD,
     Refused,
+    acts,
     require_grade,
     trajectory_of,
     transitions,
@@ -73,6 +75,7 @@ def credited_rows(
     render: Render | None = None,
     prefer: Prefer | None = None,
     target: Target = "actions",
+    base_dir: str = ".",
 ) -> CreditedBatch:
     """Read the calls and rewards of rollouts and turn them into weighted, credited rows.
 
@@ -93,6 +96,8 @@ def credited_rows(
         prefer: What preference learning makes of rows and their rollouts' returns: `paired`, `labelled` or
             `best`, with their settings bound. Wants no estimators: `config` is None.
         target: What rows train: what the policy sampled, or (for cloning) what the environment answered.
+
+        base_dir: Folder that a path in `config.scores` starts from.
 
     Raises:
         ConfigError: There are both estimators and preferences.
@@ -121,6 +126,7 @@ def credited_rows(
         authors=authors,
         reward_weights=reward_weights,
         with_rewards=needs_rewards,
+        base_dir=base_dir,
     )
     advantages, diagnostics, left_out = _credit(trajectories, config, is_scored=needs_rewards)
     rows: list[Transition] = []
@@ -171,6 +177,7 @@ def trajectories_of(
     authors: Sequence[str] = DEFAULT_AUTHORS,
     reward_weights: Mapping[str, float] | None = None,
     with_rewards: bool = True,
+    base_dir: str = ".",
 ) -> list[Trajectory]:
     """The rollouts as the estimators of `config` take them; the arguments are those of `credited_rows`."""
     ids = [rollout.rollout_id for rollout in rollouts]
@@ -178,12 +185,19 @@ def trajectories_of(
         reward_weights = config.reward_weights
     given = by_rollout(store.rewards(ids) if ids and with_rewards else ())
     parents = parents_of(rollouts, calls_by_rollout) if config is not None and config.needs_branches else {}
+    score = None if config is None else scorer(config, base_dir)
+    wanted = "" if config is None or config.scores is None else config.scores.removeprefix(BY_REWARD)
     found: list[Trajectory] = []
     for rollout in rollouts:
         calls = calls_by_rollout[rollout.rollout_id]
         mine = given.get(rollout.rollout_id, ())
         rewards = rewards_of(rollout, mine, calls, authors=authors, weights=reward_weights)
-        found.append(_trajectory(rollout, calls, rewards, config, parents))
+        scores = None
+        if score is not None:
+            steps = [call for call in in_order(calls) if acts(call)]
+            named = rewards_of(rollout, mine, calls, authors=authors, weights={wanted: 1.0}).steps
+            scores = score(rollout.task, steps, named)
+        found.append(replace(_trajectory(rollout, calls, rewards, config, parents), scores=scores))
     if config is None or config.episode != "running_baseline" or not found:
         return found
     totals = {one.rollout_id: one.total_reward for one in found}

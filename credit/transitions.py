@@ -135,7 +135,7 @@ def trajectory_of(
         if acts(call)
     ]
     name = rollout_id or next((_rollout_of(call) for call in calls), "")
-    return Trajectory(name, group_id, reward, steps, components or {}, is_truncated)
+    return Trajectory(name, group_id, reward, steps, components or {}, is_truncated=is_truncated)
 
 
 def _sampled_tokens(call: ModelCall) -> int | None:

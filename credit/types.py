@@ -43,6 +43,9 @@ class Trajectory:
     """Return that was to be expected before it ran, for a comparison without a group; None: not known."""
     is_truncated: bool = False
     """Whether it was cut off (tokens, turns, time) rather than ended by itself."""
+    scores: Sequence[float | None] | None = None
+    """Of the state before each step and behind the last one, or a term for each step (`scoring`); None:
+    nobody gave any."""
 
     @property
     def total_reward(self) -> float | None:

@@ -3,6 +3,7 @@
 Knows the config of a run, its store and its model's folder. Does not know: engines, learners.
 """
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 
 from spangrad.adapters.model_call import Grade, ModelCall
 from spangrad.credit.pipeline import CreditedBatch, credited_rows
+from spangrad.credit.scoring import scorer
 from spangrad.store.base import Store
 from spangrad.store.records import Rollout
 from spangrad.trainer.config import TrainConfig
@@ -20,25 +22,29 @@ from spangrad.trainer.learning.rendering import ChatTokenizer, with_rendered_ids
 from spangrad.trainer.learning.vocabulary import check_size
 from spangrad.trainer.serving.weight_files import check_model_folder
 
+logger = logging.getLogger(__name__)
+
 
 class Crediting:
     """Rollouts of a run to the rows of an update."""
 
     def __init__(self, config: TrainConfig, model: Path) -> None:
-        """Read the size of the model's vocabulary.
+        """Read the size of the model's vocabulary, and try to load what gives scores.
 
         Raises:
+            ConfigError: The function in `credit.scores` can't be loaded.
             PolicyError: The model folder can't be loaded.
         """
         self._config = config
         self._model = model
         self._objective = OBJECTIVES[config.learner.objective]
+        scorer(config.credit, config.base_dir)
         self._vocab_size: int | None = check_model_folder(model).get("vocab_size")
 
     def rows(self, store: Store, rollouts: Sequence[Rollout], policy_version: int) -> CreditedBatch:
         """Credit the rollouts, or judge them, as the objective needs; a call's grade must do for it."""
         config = self._config
-        return credited_rows(
+        batch = credited_rows(
             store,
             rollouts,
             config.credit if self._objective.needs_credit else None,
@@ -52,7 +58,14 @@ class Crediting:
             render=self._rendered,
             target=config.preference.target,
             prefer=config.preference.prefer(config.learner.objective),
+            base_dir=config.base_dir,
         )
+        if batch.diagnostics.get("shaping/passes") == 0:
+            logger.warning(
+                "going in a circle earned up to %.3g from what credit.shaping adds; an agent can farm it",
+                batch.diagnostics["shaping/farming_gain"],
+            )
+        return batch
 
     def informative_groups(self, batch: CreditedBatch) -> int:
         """How many groups an update can learn from; a rollout without one is a group of its own."""

@@ -38,7 +38,8 @@ def trajectory(
         )
         for t, (a, r) in enumerate(zip(anchors, given_rewards, strict=True))
     ]
-    return Trajectory(name, group, reward, steps, {"reward": reward}, baseline=reward)
+    scores = [0.5] * (len(steps) + 1)
+    return Trajectory(name, group, reward, steps, {"reward": reward}, scores=scores, baseline=reward)
 
 
 def test_every_step_gets_the_advantage_of_its_rollout():
@@ -150,6 +151,16 @@ def test_a_reward_that_is_not_finite_is_an_error_that_names_the_rollout():
         {"step": "gigp"},
         {"step": "hgpo", "history": -1},
         {"filters": ("zero_sprad",)},
+        {"shaping": "potental", "scores": "reward:p"},
+        {"step": "turn_credit"},
+        {"shaping": "terms"},
+        {"shaping": "potential", "scores": "reward:p"},
+        {"step": "treerl", "shaping": "potential", "scores": "reward:p"},
+        {"step": "mt_grpo", "shaping": "terms", "scores": "reward:p"},
+        {"episode": "gdpo", "shaping": "score_gain", "scores": "reward:p"},
+        {"shaping": "terms", "scores": "reward:reward"},
+        {"scores": "reward:p"},
+        {"shaping_weight": 0.5},
         {"filters": ("top_p", "top_p")},
         {"step": "reinforce_pp", "filters": ("zero_spread",)},
         {"overlong": "penalise"},
@@ -253,11 +264,13 @@ TERMS: list[dict[str, Any]] = [
     *(
         {"episode": episode, "step": step}
         for episode in EPISODE_TERMS
-        for step in ("none", *STEP_TERMS)
+        for step in ("none", *(name for name in STEP_TERMS if name != "turn_credit"))
         if (episode, step) != ("none", "none")
     ),
     *({"episode": "grpo", "step": step, "anchors": "similar"} for step in ("gigpo", "hgpo")),
     *({"episode": "grpo", "step": both} for both in BOTH_TERMS),
+    *({"episode": e, "step": "turn_credit", "scores": "reward:p"} for e in ("grpo", "none")),
+    {"episode": "grpo", "step": "leave_one_out_to_go", "scores": "reward:p", "shaping": "potential"},
 ]
 CHANGED: dict[str, Any] = {
     "step_weight": 0.25,
@@ -307,6 +320,7 @@ RICH = [
         {"reward": reward, "format": float("adik".find(name) % 3)},
         baseline=reward / 3,
         is_truncated=name == "b",
+        scores=[0.1 * ord(name) + 0.25 * t * t for t in range(len(steps) + 1)],
     )
     for name, group, reward, steps in (
         ("a", "g", 1.0, [("s", 0.0, 3), ("t", 0.5, 1), ("u", 0.0, 2)]),
@@ -338,6 +352,14 @@ def rich_for(terms: dict[str, Any]) -> list[Trajectory]:
     ]
 
 
+SHAPED: list[tuple[str, str]] = [
+    (shaping, step)
+    for shaping, steps in (
+        ("potential", ("gigpo", "hgpo", "rtmc", "leave_one_out_to_go", "reinforce_pp")),
+        ("score_gain", ("none", "gigpo", "treerl", "per_turn_index_biased")),
+    )
+    for step in steps
+]
 FILTERING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"filters": ("top_share",)}, {"top_share": 0.5}),
     ({"filters": ("top_p",)}, {"top_p": 0.3}),
@@ -352,7 +374,17 @@ FILTERING: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 def test_every_setting_is_walked():
     filtering = {name for _, changed in FILTERING for name in changed}
-    assert {field.name for field in fields(CreditConfig)} == {"episode", "step", *CHANGED, *filtering}
+    walked = {*CHANGED, *filtering, "scores", "shaping", "shaping_weight"}
+    assert {field.name for field in fields(CreditConfig)} == {"episode", "step", *walked}
+
+
+@pytest.mark.parametrize(("shaping", "step"), SHAPED)
+def test_shaping_and_its_weight_change_something(shaping, step):
+    plain = CreditConfig(step=step)
+    config = replace(plain, shaping=shaping, scores="reward:p")
+    found = [assign(RICH, one).advantages for one in (plain, config, replace(config, shaping_weight=0.5))]
+    assert found[0] != found[1] != found[2] != found[0]
+    assert assign(RICH, replace(config, shaping_weight=0.0)).advantages == found[0]
 
 
 @pytest.mark.parametrize(("used", "changed"), FILTERING)
@@ -374,6 +406,8 @@ def test_every_setting_changes_something_or_is_refused(terms):
         value: Any = changed if changed != terms.get(name) else getattr(CreditConfig(), name)
         if name == "reward_weights" and terms["episode"] != "gdpo":
             continue  # They are in `Trajectory.reward`: tests/credit/test_pipeline.py
+        if name in ("filters", "overlong", "shaping_weight") and "scores" in terms:
+            continue  # Walked without scores, and in SHAPED
         if name not in config.settings_used():
             with pytest.raises(ConfigError, match=f"^{name} = .* has no effect with episode"):
                 replace(config, **{name: value})

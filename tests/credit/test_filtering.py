@@ -1,5 +1,7 @@
 """What is left out of a batch, in which order, and how it is told."""
 
+from typing import Any
+
 import pytest
 
 from spangrad.credit.assign import CreditConfig, assign
@@ -21,7 +23,7 @@ BATCH = [
 """Standard deviations 4, 2, 0.5 and 0."""
 
 
-def left_out(batch: list[Trajectory], **settings: object) -> dict[str, float]:
+def left_out(batch: list[Trajectory], **settings: Any) -> dict[str, float]:
     found = assign(batch, CreditConfig(**settings)).diagnostics.metrics()
     return {name.removeprefix("dropped/"): n for name, n in found.items() if name.startswith("dropped/")}
 
@@ -75,7 +77,7 @@ def test_an_overlong_rollout_is_left_out_with_its_reward_and_not_scored_zero():
 
 def test_an_overlong_rollout_pays_as_the_golden_numbers_say():
     batch = [trajectory(str(n), 1.0, "a", tokens=n) for n in (16000, 17000, 20480)]
-    settings = {"overlong": "penalize", "overlong_limit": 20480, "overlong_buffer": 4096}
+    settings: dict[str, Any] = {"overlong": "penalize", "overlong_limit": 20480, "overlong_buffer": 4096}
     found = assign(batch, CreditConfig(scale_by_std=False, **settings))
     paid = [1.0, 1.0 - 0.150391, 0.0]
     expected = [each - sum(paid) / 3 for each in paid]

@@ -148,6 +148,7 @@ OUT_OF_RANGE = [
     (CreditConfig, "top_p", 1.5, "above 0, at most 1"),
     (CreditConfig, "overlong_limit", -1, "0 or more"),
     (CreditConfig, "overlong_buffer", -1, "0 or more"),
+    (CreditConfig, "shaping_weight", -1.0, "0 or more"),
     (CreditConfig, "overlong_factor", -1.0, "0 or more"),
     (CreditConfig, "value_prior", -1.0, "0 or more"),
     (CreditConfig, "baseline_decay", 1.0, "0 to below 1"),

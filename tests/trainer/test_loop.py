@@ -125,7 +125,7 @@ def end_rollouts(
         store.finish(rollout.rollout_id, 0)
 
 
-def with_refills(config: TrainConfig, refills: int, **more: int) -> TrainConfig:
+def with_refills(config: TrainConfig, refills: int, **more: Any) -> TrainConfig:
     return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, refills=refills, **more))
 
 

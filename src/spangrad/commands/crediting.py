@@ -99,7 +99,7 @@ def compare(
     from spangrad.credit.rewards import DEFAULT_AUTHORS
 
     check_authors(author or ())
-    configs, authors = _configs(estimators, config, reward)
+    configs, authors, base_dir = _configs(estimators, config, reward)
     names = sorted({name for credit in configs.values() for name in credit.reward_weights})
     refused: list[Refused] = []
     with opened(store, key) as opened_store:
@@ -119,6 +119,7 @@ def compare(
                     calls,
                     credit,
                     authors=author or authors or DEFAULT_AUTHORS,
+                    base_dir=base_dir,
                 ),
             )
             for name, credit in configs.items()
@@ -152,8 +153,8 @@ app.command(
 
 def _configs(
     estimators: str, config: Path | None, reward: str
-) -> "tuple[dict[str, CreditConfig], Sequence[str] | None]":
-    """Name -> estimator, and whose rewards count (None: not said).
+) -> "tuple[dict[str, CreditConfig], Sequence[str] | None, str]":
+    """Name -> estimator, whose rewards count (None: not said), and where paths in the estimators start from.
 
     Raises:
         ConfigError: An estimator is unknown, or there are none.
@@ -164,11 +165,12 @@ def _configs(
     found: dict[str, CreditConfig] = {}
     base: dict[str, Any] = {}
     authors: Sequence[str] | None = None
+    base_dir = "."
     if config is not None:
         from spangrad.trainer.config import load_config
 
         settings = load_config(config, besides=("warm_start",))
-        authors = settings.rollout.reward_authors
+        authors, base_dir = settings.rollout.reward_authors, settings.base_dir
         found[spelled(settings.credit)] = settings.credit
         base = {one.name: getattr(settings.credit, one.name) for one in fields(CreditConfig)}
     for text in re.split(r"[,\s]+", estimators.strip().strip(",")):
@@ -179,7 +181,7 @@ def _configs(
         found = {name: replace(one, reward_weights={reward: 1.0}) for name, one in found.items()}
     if not found:
         raise ConfigError(f"--estimators names none; for example {DEFAULT_ESTIMATORS}")
-    return found, authors
+    return found, authors, base_dir
 
 
 def _whole_groups(store: "Store", wanted: "Sequence[Rollout]") -> "list[Rollout]":

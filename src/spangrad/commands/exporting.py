@@ -169,12 +169,13 @@ def _credit(
     from spangrad.credit.rewards import DEFAULT_AUTHORS
 
     authors: Sequence[str] = DEFAULT_AUTHORS
-    credit = CreditConfig()
+    credit, base_dir = CreditConfig(), "."
     if config is not None:
         from spangrad.trainer.config import load_config
 
         settings = load_config(config)
         credit, authors = settings.credit, settings.rollout.reward_authors
+        base_dir = settings.base_dir
     if reward != DEFAULT_REWARD:
         credit = replace(credit, reward_weights={reward: 1.0})
     if keep_unknown_tools and not (tokenizer and clone):
@@ -183,7 +184,7 @@ def _credit(
     if tokenizer is not None:
         require("`spangrad export --tokenizer`", "train")
         render = renderer(tokenizer, clone=clone, keep_unknown_tools=keep_unknown_tools)
-    return Credit(None if clone else credit, author or authors, reward, render, keep_unknown_tools)
+    return Credit(None if clone else credit, author or authors, reward, render, base_dir, keep_unknown_tools)
 
 
 def _default_grade(config: Path | None, *, is_text: bool) -> MinGrade:

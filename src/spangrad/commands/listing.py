@@ -199,6 +199,7 @@ def transitions(
                 aggregation="rollout-token-mean" if settings is None else settings.rollout.aggregation,
                 constant=None if settings is None else settings.rollout.aggregation_tokens,
                 render=render,
+                base_dir="." if settings is None else settings.base_dir,
             )
             for part in compared
         ]
@@ -219,6 +220,7 @@ def transitions(
         print_json(rows)
     elif rows:
         print_rows(_TRANSITION_COLUMNS, [_summary(row) for row in rows], right=_TRANSITION_COLUMNS[2:-2])
+    _tell_shaping(batches)
     _tell_ids(batches, shown, calls, is_checked=render is not None)
     _tell_measured([found for found in wanted if is_measured(found)])
     _tell_refused(batches, splits, render)
@@ -281,6 +283,16 @@ def _tell_measured(measured: "Sequence[Rollout]") -> None:
         note(
             f"no update trains on these {len(measured)} rollouts of split {splits}, which only measure:"
             " advantage and loss weight are what they would be"
+        )
+
+
+def _tell_shaping(batches: "Sequence[CreditedBatch]") -> None:
+    failed = [one.diagnostics for one in batches if one.diagnostics.get("shaping/passes") == 0]
+    if failed:
+        gain = max(found["shaping/farming_gain"] for found in failed)
+        note(
+            f"going in a circle earned up to {gain:.3g} from what credit.shaping adds: it is a new objective,"
+            " and one that an agent can farm"
         )
 
 

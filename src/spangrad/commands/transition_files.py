@@ -51,6 +51,8 @@ class Credit:
     """Name of the reward that counts where there is no config."""
     render: Render | None = None
     """Gives calls of grade text their ids, and checks those of others."""
+    base_dir: str = "."
+    """Folder that paths in the config start from."""
     keep_unknown_tools: bool = False
     """Whether it renders calls whose tools nobody recorded."""
 
@@ -155,6 +157,7 @@ class TransitionWriter:
             min_grade=str(self._filters.min_grade),
             authors=self._credit.authors,
             render=self._credit.render,
+            base_dir=self._credit.base_dir,
         )
         calls = {call.call_id: call for call in batch.calls if call.rollout_id in by_id}
         usable = {call.call_id for call in usable_calls(list(calls.values()), self._filters)}

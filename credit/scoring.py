@@ -1,0 +1,166 @@
+"""Scores of states: where they come from, and what they add to the rewards of steps.
+
+A score is a number about a state: how far the agent has come, how probable the right answer is. There is one
+before each step and one behind the last. They come from the rewards of steps with a name (`reward:NAME`: the
+score behind each step; before the first it is 0), or from a function of the user,
+`function(task, calls) -> numbers`, which may ask any model. For `shaping = "terms"` the numbers are the terms
+themselves, one a step.
+
+Only a difference of potentials leaves the best policy alone. What else is added is a new objective, and every
+batch tells how much an agent earns by going in circles for it.
+
+Shape letters: T steps of one rollout, S steps of all.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from spangrad.credit.estimators import Batch
+from spangrad.credit.groups import Floats
+from spangrad.credit.returns import returns_to_go
+from spangrad.credit.shaping import CycleTest, farming_gain, potential_based
+from spangrad.credit.types import Trajectory
+from spangrad.errors import ConfigError, CreditError
+from spangrad.user_code import load_callable
+
+if TYPE_CHECKING:
+    from spangrad.credit.assign import CreditConfig
+
+BY_REWARD: Final = "reward:"
+NEW_OBJECTIVES: Final = ("score_gain", "terms")
+Score = Callable[[Any, Sequence[Any], Mapping[str, float]], Sequence[float | None]]
+"""(task, acting calls, call_id -> reward of the named kind) -> scores."""
+
+
+def scorer(config: "CreditConfig", base_dir: str = ".") -> Score | None:
+    """What gives scores; None: nobody wants any.
+
+    Raises:
+        ConfigError: The function can't be loaded.
+    """
+    if config.scores is None:
+        return None
+    is_terms = config.shaping == "terms"
+    if config.scores.startswith(BY_REWARD):
+        return lambda _, calls, given: (
+            [given.get(call.call_id, 0.0) for call in calls]
+            if is_terms
+            else [0.0, *(given.get(call.call_id) for call in calls)]
+        )
+    function = load_callable(config.scores, base_dir)
+    return lambda task, calls, _: list(function(task, list(calls)))
+
+
+def lacks_scores(trajectory: Trajectory, config: "CreditConfig") -> bool:
+    """Whether a score is missing that is needed: then nothing of the rollout can be credited.
+
+    `turn_credit` does with the scores that there are.
+
+    Raises:
+        CreditError: There are more or fewer scores than states, or one is not finite.
+    """
+    if config.scores is None:
+        return False
+    scores = trajectory.scores
+    if scores is None:
+        return True
+    wanted = len(trajectory.steps) + (config.shaping != "terms")
+    if len(scores) != wanted or not all(score is None or math.isfinite(score) for score in scores):
+        raise CreditError(
+            f"rollout {trajectory.rollout_id!r} has scores {list(scores)!r} from {config.scores!r};"
+            f" expected {wanted} finite numbers or None for its {len(trajectory.steps)} steps"
+        )
+    return config.shaping != "none" and None in scores
+
+
+def with_terms(trajectories: Sequence[Trajectory], config: "CreditConfig") -> list[Trajectory]:
+    """With the terms of a new objective added to the rewards of steps.
+
+    score_gain: F_t = w (p_{t+1} - p_t);   terms: F_t = w f_t
+    """
+    if config.shaping not in NEW_OBJECTIVES:
+        return list(trajectories)
+    shaped = []
+    for each in trajectories:
+        terms = zip(each.steps, _terms(each, config).tolist(), strict=True)
+        steps = [replace(step, reward=(step.reward or 0.0) + term) for step, term in terms]
+        shaped.append(replace(each, steps=steps))
+    return shaped
+
+
+def with_potentials(batch: Batch, config: "CreditConfig") -> Batch:
+    """With the difference of potentials added to the returns of steps, discounted as they are.
+
+        G'_t = G_t + sum_{u >= t} gamma^{u-t} F_u = G_t - w Phi(s_t)   [ + w gamma^{T-t} Phi(s_T) if cut off ]
+
+    Returns of rollouts stay as they are: there it would be the same constant for all that began alike. So
+    does which groups say something: a potential alone is no reason to train on equal rewards.
+    """
+    if config.shaping != "potential" or not batch.trajectories:
+        return batch
+    terms = [
+        potential_based(_weighted(each, config), gamma=config.gamma, is_truncated=each.is_truncated)
+        for each in batch.trajectories
+    ]
+    lengths_N = np.array([len(term_T) for term_T in terms], dtype=np.int64)
+    shaped_S = batch.step_returns_S + returns_to_go(np.concatenate(terms), lengths_N, config.gamma)
+    return replace(batch, step_returns_S=shaped_S)
+
+
+def cycle_test(trajectories: Sequence[Trajectory], config: "CreditConfig") -> CycleTest | None:
+    """What going in circles earned in these rollouts from a new objective alone; None: there is none.
+
+    States are the anchors; a state that is not known, and the one behind the last step, are like no other.
+    The best circle of all rollouts counts, its place is in its own.
+    """
+    if config.shaping not in NEW_OBJECTIVES:
+        return None
+    found = CycleTest(0.0, 0, None, None)
+    for each in trajectories:
+        states = [step.anchor or object() for step in each.steps]
+        own = farming_gain([*states, object()], _terms(each, config))
+        cycles = found.cycles + own.cycles
+        better = own.cycles and (not found.cycles or own.gain > found.gain)
+        found = replace(own if better else found, cycles=cycles)
+    return found
+
+
+def check_shaping(config: "CreditConfig", used: frozenset[str]) -> None:
+    """Refuse shaping that can't work with the terms, which use these settings.
+
+    Raises:
+        ConfigError: Says why.
+    """
+    if config.shaping not in ("none", "potential", *NEW_OBJECTIVES):
+        raise ConfigError(
+            f"shaping is {config.shaping!r}; expected 'none', 'potential', 'score_gain' or 'terms'"
+        )
+    if config.scores is None and (config.shaping != "none" or config.step == "turn_credit"):
+        what = f"step {config.step!r}" if config.shaping == "none" else f"shaping {config.shaping!r}"
+        raise ConfigError(f"{what} needs scores; name a function, 'file.py:name', or 'reward:NAME'")
+    if config.shaping == "potential" and ("gamma" not in used or config.step == "turn_credit"):
+        raise ConfigError(
+            "shaping 'potential' changes returns of steps alone, and no term uses them; choose a step term"
+            " that does, 'leave_one_out_to_go' for one"
+        )
+    if config.shaping in NEW_OBJECTIVES:
+        if config.step == "mt_grpo" or (config.episode == "gdpo" and config.step == "none"):
+            raise ConfigError(
+                f"shaping {config.shaping!r} gives every step a reward, which episode {config.episode!r} with"
+                f" step {config.step!r} does not take; choose others"
+            )
+        if config.scores in {BY_REWARD + name for name in config.reward_weights}:
+            raise ConfigError(f"scores {config.scores!r} would count twice: reward_weights has it, too")
+
+
+def _weighted(trajectory: Trajectory, config: "CreditConfig") -> Floats:
+    return config.shaping_weight * np.array(trajectory.scores or (), dtype=np.float64)
+
+
+def _terms(trajectory: Trajectory, config: "CreditConfig") -> Floats:
+    numbers = _weighted(trajectory, config)
+    return numbers if config.shaping == "terms" else np.diff(numbers)
