@@ -83,9 +83,12 @@ def test_the_test_of_circles_is_kept_with_the_batch():
         2.0,
         0.0,
     )
-    costs = dataclasses.replace(circle, scores=[-0.5] * 4)
+    costs = dataclasses.replace(circle, rollout_id="c", scores=[-0.5] * 4)
     found = assign([costs], config).diagnostics.metrics()
     assert (found["shaping/farming_gain"], found["shaping/passes"]) == (-2.0, 1.0)
+    for batch in ([costs, circle], [circle, costs]):  # the best circle counts
+        found = assign(batch, config).diagnostics.metrics()
+        assert (found["shaping/farming_gain"], found["shaping/cycles"]) == (2.0, 4.0)
     potential = CreditConfig(**TO_GO, shaping="potential")
     assert (
         "shaping/passes" not in assign([rollout("a", 0.0, "st_", [1.0] * 3)], potential).diagnostics.metrics()
