@@ -86,5 +86,5 @@ def centred(
 
 def labels(names: list[str]) -> Ints:
     """Names -> integers, equal for equal names."""
-    known: dict[str, int] = {}
-    return np.array([known.setdefault(name, len(known)) for name in names], dtype=np.int64)
+    known = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return np.fromiter(map(known.__getitem__, names), dtype=np.int64, count=len(names))

@@ -1,5 +1,6 @@
 """The figures of credit: a million steps in one pass, and states by similarity as the text grows."""
 
+import gc
 import random
 import resource
 import subprocess
@@ -15,11 +16,12 @@ from spangrad.credit import CreditConfig, Step, Trajectory, assign, gigpo_as_pub
 from spangrad.credit.groups import Floats, labels
 from spangrad.credit.returns import returns_to_go
 from tests.bench.figures import Figure
-from tests.bench.gigpo_loops import gigpo_loops
+from tests.bench.gigpo_loops import clusters, gigpo_loops
 
 GROUP, LENGTH, STATES = 8, 50, 100
 """Rollouts of a group, steps of a rollout, states of a group: 400 steps, most in a pool with others."""
 GIGPO = CreditConfig(step="gigpo", ddof=1)
+SIMILAR = CreditConfig(step="gigpo", anchors="similar", similarity=0.9)
 PEAK = """import sys
 from tests.bench.estimator_benches import peak_mb
 print(peak_mb(int(sys.argv[1]), sys.argv[2]))
@@ -64,10 +66,11 @@ def bench_estimators(*, steps: int = 1_000_000, part: int = 20_000, similar: int
             "the same by `assign`, from trajectories", loop_s / assign_s, "times", note=f"{assign_s:.1f} s"
         ),
     ]
-    for name in ("arrays", "assign"):
-        command = [sys.executable, "-c", PEAK, str(steps), name]
+    for path, count in (("arrays", steps), ("assign", steps), ("similar", similar)):
+        command = [sys.executable, "-c", PEAK, str(count), path]
         peak = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        figures.append(Figure(f"memory of that, {name}: peak of the process", peak, "MB", at_most=1000))
+        name = f"memory, {count:,} steps by {path}: peak of the process"
+        figures.append(Figure(name, peak, "MB", at_most=1000, note="with interpreter, torch and rollouts"))
     return [*figures, *_similarity(similar)]
 
 
@@ -76,22 +79,31 @@ def _similarity(most: int) -> list[Figure]:
     seconds = []
     for size in [sizes[0], *sizes]:  # the first one warms up
         trajectories = observed(size)
-        config = CreditConfig(step="gigpo", anchors="similar", similarity=0.9)
-        taken, _ = timed(partial(assign, trajectories, config))
+        taken, _ = timed(partial(assign, trajectories, SIMILAR))
         seconds.append(taken)
     rates = [taken / size * 1e6 for taken, size in zip(seconds[1:], sizes, strict=True)]
     note = ", ".join(f"{size:,}: {taken:.2f} s" for taken, size in zip(seconds[1:], sizes, strict=True))
     name = f"similar anchors: time a step at {sizes[-1]:,} steps, of that at {sizes[0]:,}"
+    texts = [step.observation or "" for step in observed(LENGTH * 3)[0].steps]
+    texts += [step.observation or "" for step in observed(LENGTH * 3)[1].steps]
+    peer, _ = timed(partial(clusters, texts, 0.95))
     return [
-        Figure(name, rates[-1] / rates[0], "of it", at_most=1.3, note=f"{note}; {rates[-1]:.0f} µs a step")
+        Figure(name, rates[-1] / rates[0], "of it", at_most=1.3, note=f"{note}; {rates[-1]:.0f} µs a step"),
+        Figure(
+            f"the same, of greedy difflib in a group of {len(texts)} steps",
+            peer / len(texts) * 1e6 / rates[-1],
+            "times",
+            note=f"difflib: {peer / len(texts) * 1e3:.1f} ms a step, growing with the states of a group",
+        ),
     ]
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds and result."""
-    started = time.perf_counter()
+    """CPU seconds and result."""
+    gc.collect()
+    started = time.process_time()
     result = work()
-    return time.perf_counter() - started, result
+    return time.process_time() - started, result
 
 
 def batch(steps: int) -> Given:
@@ -130,6 +142,8 @@ def peak_mb(steps: int, path: str) -> float:
     data = batch(steps)
     if path == "arrays":
         from_arrays(data)
+    elif path == "similar":
+        assign(observed(steps), SIMILAR)
     else:
         trajectories = trajectories_of(data)
         del data

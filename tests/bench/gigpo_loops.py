@@ -7,6 +7,7 @@ step at a time, groups are dictionaries of lists, anchors are sorted into one li
 import uuid
 from collections import defaultdict
 from collections.abc import Sequence
+from difflib import SequenceMatcher
 from typing import Any
 
 import numpy as np
@@ -70,3 +71,18 @@ def _normalized(scores: torch.Tensor, labels: Any, eps: float, *, raw_singletons
     for i in range(len(scores)):
         result[i] = (scores[i] - mean[labels[i]]) / (std[labels[i]] + eps)
     return result
+
+
+def clusters(texts: Sequence[str], threshold: float) -> list[int]:
+    """The similarity mode: a text joins the first cluster whose first member is similar enough to it."""
+    first: list[str] = []
+    found = []
+    for text in texts:
+        for number, other in enumerate(first):
+            if SequenceMatcher(None, text, other).ratio() >= threshold:
+                found.append(number)
+                break
+        else:
+            found.append(len(first))
+            first.append(text)
+    return found
