@@ -32,6 +32,7 @@ from spangrad.credit.spelling import EPISODES, NONE, STEPS, is_both, parsed, spe
 from spangrad.credit.turns import mt_grpo, per_turn_index
 from spangrad.credit.types import Step, Trajectory
 from spangrad.errors import ConfigError, CreditError
+from spangrad.store.records import DEFAULT_REWARD
 from tests.bench.exact.mdps import END, Mdp, Sampled, sample, true_gradient, values
 
 SIZE = 4
@@ -158,10 +159,11 @@ def draw(mdp: Mdp, groups: int, seed: int) -> Data:
     steps: list[list[Step]] = [[] for _ in range(groups * SIZE)]
     outcomes = np.zeros(groups * SIZE)
     outcomes[rollout_index_S[is_last_S]] = sampled.rewards_RT[rollout_index_S, step_index_S][is_last_S]
+    is_outcome = bool((outcomes == sampled.rewards_RT.sum(axis=1)).all())
     places = zip(rollout_index_S.tolist(), step_index_S.tolist(), is_last_S.tolist(), strict=True)
     for rollout, t, is_last in places:
         state, action = int(sampled.states_RT[rollout, t]), int(sampled.actions_RT[rollout, t])
-        reward = None if is_last else float(sampled.rewards_RT[rollout, t])
+        reward = None if is_last or is_outcome else float(sampled.rewards_RT[rollout, t])
         if (step := known.get((t, state, action, reward))) is None:
             step = Step(
                 str(t), t, f"state {state}", reward, tokens=1, role="agent", action=f"action {action}"
@@ -171,7 +173,14 @@ def draw(mdp: Mdp, groups: int, seed: int) -> Data:
     baselines = running_baselines(sampled.rewards_RT.sum(axis=1), sampled.states_RT[:, 0])
     expected = [None if np.isnan(baseline) else float(baseline) for baseline in baselines]
     trajectories = [
-        Trajectory(str(n), str(n // SIZE), float(outcomes[n]), own, baseline=expected[n])
+        Trajectory(
+            rollout_id=str(n),
+            group_id=str(n // SIZE),
+            reward=float(outcomes[n]),
+            steps=own,
+            components={DEFAULT_REWARD: float(outcomes[n])} if is_outcome else {},
+            baseline=expected[n],
+        )
         for n, own in enumerate(steps)
     ]
     group_ids_N = np.arange(groups * SIZE) // SIZE
