@@ -106,7 +106,7 @@ def test_the_worst_alternatives_are_shown():
         {"e": ROLLOUTS["e"][:1]},
         others,
         outcomes,
-        lambda _, alternatives: shown.append(alternatives),  # type: ignore[func-returns-value]
+        lambda _, alternatives: shown.append(alternatives),
         most=2,
     )
     assert [[one.call.call_id for one in each] for each in shown] == [["d0", "c0"]]

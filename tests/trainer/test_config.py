@@ -1,4 +1,5 @@
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import get_type_hints
 
 import pytest
@@ -225,6 +226,22 @@ def test_a_value_out_of_range_is_shown_with_the_range(kind, name, value, expecte
 def test_a_setting_that_the_objective_does_not_use_is_refused(tmp_path, lines, name):
     with pytest.raises(ConfigError, match=f"{name} has no effect with learner.objective"):
         load_config(write(tmp_path, MINIMAL), lines.replace(" = ", "=").replace("'", '"').split("\n"))
+
+
+def test_every_preference_setting_has_an_objective_that_takes_it():
+    changed = {"level": "step", "min_gap": 0.5, "pairs_per_group": 3, "good_at": 0.5, "per_group": 2}
+    names = {field.name for field in fields(PreferenceConfig)}
+    assert names == {*changed, "target"}  # what `target` does: test_loop.py
+    taken = {
+        "dpo": ("level", "min_gap", "pairs_per_group"),
+        "kto": ("good_at",),
+        "bc": ("good_at", "per_group"),
+    }
+    config = PreferenceConfig(**changed)
+    for objective, own in taken.items():
+        prefer = config.prefer(objective)
+        assert isinstance(prefer, partial) and prefer.keywords == {name: changed[name] for name in own}
+    assert {config.prefer(name) for name in OBJECTIVES if name not in taken} == {None}
 
 
 def test_observations_are_not_trained_twice(tmp_path):

@@ -51,7 +51,7 @@ def rows_of(*, rows_each: int = 2, text: bool = True) -> list[Transition]:
                     segments=(CallSegment(f"c{k}{j}", f"s{k}{j}", j, 1, len(row.token_ids)),),
                     behavior_logprobs=np.full(len(row.token_ids), np.nan, dtype=np.float32),
                     grade="text" if text else "ids",
-                    temperature=0.0,
+                    temperature=0.7,
                 )
             )
     return made
