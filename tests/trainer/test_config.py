@@ -1,6 +1,6 @@
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -229,7 +229,13 @@ def test_a_setting_that_the_objective_does_not_use_is_refused(tmp_path, lines, n
 
 
 def test_every_preference_setting_has_an_objective_that_takes_it():
-    changed = {"level": "step", "min_gap": 0.5, "pairs_per_group": 3, "good_at": 0.5, "per_group": 2}
+    changed: dict[str, Any] = {
+        "level": "step",
+        "min_gap": 0.5,
+        "pairs_per_group": 3,
+        "good_at": 0.5,
+        "per_group": 2,
+    }
     names = {field.name for field in fields(PreferenceConfig)}
     assert names == {*changed, "target"}  # what `target` does: test_loop.py
     taken = {
