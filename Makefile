@@ -1,5 +1,5 @@
 # make setup | demo | test | conformance | chaos | kills | lint | types | bench | bench-demo | exact | clean
-.PHONY: setup demo test conformance chaos kills lint types bench bench-demo exact clean
+.PHONY: setup demo test conformance chaos kills lint types bench bench-demo bench-combinations exact clean
 PYTHON ?= python3
 DEMO_ARGS ?=
 TEST_ARGS ?=
@@ -43,6 +43,9 @@ bench: $(STAMP)
 
 bench-demo: $(STAMP)
 	$(BIN)/python -m tests.bench.demo_seeds
+
+bench-combinations: $(STAMP)
+	$(BIN)/python -m tests.bench.combinations --write
 
 exact: $(STAMP)
 	$(BIN)/python -m tests.bench.exact --write

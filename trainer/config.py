@@ -255,7 +255,7 @@ def load_config(
     for section in besides:
         raw.pop(section, None)
     for override in overrides:
-        _apply(raw, override)
+        apply_override(raw, override)
     return build_run(raw, file.resolve().parent, where=str(file))
 
 
@@ -358,7 +358,12 @@ def _value(hint: Any, value: Any, *, where: str) -> Any:
     return value
 
 
-def _apply(raw: dict[str, Any], override: str) -> None:
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Change one value of the sections of a TOML file: `section.key=value`, in TOML or as plain text.
+
+    Raises:
+        ConfigError: It has another form, or the section is no table.
+    """
     name, equals, text = override.partition("=")
     *sections, key = name.strip().split(".")
     if not equals or not sections:

@@ -7,13 +7,13 @@ The example folder names everything in `demo.toml`: the agent, its tasks and rew
 expert, the policy's shape and the training run. Nothing here knows the example.
 """
 
+import copy
 import dataclasses
 import json
 import shlex
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,12 @@ from spangrad.errors import ConfigError
 from spangrad.store import open_store
 from spangrad.store.base import Store
 from spangrad.trainer.cluster import start_learner, start_ray
-from spangrad.trainer.config import TrainConfig, build, build_run, to_dict
+from spangrad.trainer.config import TrainConfig, apply_override, build, build_run, to_dict
 from spangrad.trainer.evaluation import Evaluation, evaluate, values_of
 from spangrad.trainer.loop import Metrics, train
 from spangrad.trainer.policies.warm_start import WarmStart, WarmStartConfig, warm_start
 from spangrad.trainer.processes import free_port, own_command
+from spangrad.trainer.reporting.clock import Clock
 from spangrad.trainer.reporting.report import (
     EvalResult,
     Example,
@@ -59,6 +60,9 @@ class DemoOptions:
     """Of expert, weights, data order and tasks, those of the evaluation too."""
     updates: int | None = None
     """None: as `demo.toml` says."""
+    changes: Sequence[str] = ()
+    """`section.key=value`: other settings of training than `demo.toml`'s. The warm start is made as that file
+    says, so runs that differ in their changes alone begin with one policy."""
     json: bool = False
     """Print one JSON object as the last line."""
     fresh: bool = False
@@ -123,7 +127,7 @@ def run_demo(options: DemoOptions, *, console: Console | None = None) -> DemoRes
         with clock("warm start: an imperfect expert is recorded and cloned") as progress:
             warm = warm_start(
                 store,
-                config,
+                prepared.unchanged,
                 prepared.warm,
                 keys,
                 learner=start_learner,
@@ -156,6 +160,8 @@ class Prepared:
     example: Path
     warm: WarmStartConfig
     config: TrainConfig
+    unchanged: TrainConfig
+    """The same without `DemoOptions.changes`: what the warm start is made with."""
     stack: Stack
     keys: RunKeys
 
@@ -164,14 +170,15 @@ def prepare(options: DemoOptions) -> Prepared:
     """Read the example's `demo.toml`, choose a folder, ports and keys."""
     example = _example_folder(options.example)
     folder = _new_folder(Path(options.folder).resolve())
-    warm, config = _load(example, options, folder)
+    warm, unchanged, config = _load(example, options, folder)
     stack = _stack(config, folder, options)
     keys = RunKeys.of(stack.keys)
-    return Prepared(folder, example, warm, _with_addresses(config, stack), stack, keys)
+    config, unchanged = _with_addresses(config, stack), _with_addresses(unchanged, stack)
+    return Prepared(folder, example, warm, config, unchanged, stack, keys)
 
 
 def _close_the_loop(
-    store: Store, config: TrainConfig, keys: RunKeys, stack: Stack, clock: "Clock", console: Console
+    store: Store, config: TrainConfig, keys: RunKeys, stack: Stack, clock: Clock, console: Console
 ) -> DemoResult:
     def measure(label: str, version: int, temperature: float) -> Evaluation:
         with clock(f"held-out tasks {label}, {'greedy' if temperature == 0 else 'sampled'}") as progress:
@@ -213,26 +220,6 @@ def _close_the_loop(
     )
 
 
-class Clock:
-    """Says what is going on, how far it is, and how long it took."""
-
-    def __init__(self, console: Console) -> None:
-        """Say it to this console."""
-        self._console = console
-
-    @contextmanager
-    def __call__(self, what: str) -> Iterator[Callable[[str, int, int], None]]:
-        """Time a block; gives a function that is told (phase, done, all)."""
-        started = time.monotonic()
-        with self._console.status(f"{what} ...") as status:
-
-            def progress(phase: str, done: int, total: int) -> None:
-                status.update(f"{what} ... {phase} {done}/{total}")
-
-            yield progress
-        self._console.print(f"{what}: {time.monotonic() - started:.1f} s")
-
-
 def _example_folder(example: str | None) -> Path:
     candidates = (
         [Path(example)]
@@ -248,7 +235,14 @@ def _example_folder(example: str | None) -> Path:
     )
 
 
-def _load(example: Path, options: DemoOptions, folder: Path) -> tuple[WarmStartConfig, TrainConfig]:
+OWN = ("hub.", "run.folder", "run.seed", "serving.engine_url", "serving.gateway_url", "serving.model")
+"""Beginnings of what a demo sets itself."""
+
+
+def _load(
+    example: Path, options: DemoOptions, folder: Path
+) -> tuple[WarmStartConfig, TrainConfig, TrainConfig]:
+    """What `demo.toml` says of the warm start and of training, and training with the options' changes."""
     file = example / "demo.toml"
     try:
         raw = tomllib.loads(file.read_text())
@@ -258,10 +252,19 @@ def _load(example: Path, options: DemoOptions, folder: Path) -> tuple[WarmStartC
     run = {**raw.get("run", {}), "seed": options.seed, "folder": str(folder / "runs")}
     if options.updates is not None:
         run["updates"] = options.updates
-    config = build_run({**raw, "run": run}, example, where=str(file))
-    # Every seed is measured on held-out tasks of its own.
+    raw["run"] = run
+    changed = copy.deepcopy(raw)
+    for change in options.changes:
+        if change.strip().startswith(OWN):
+            raise ConfigError(f"--set {change!r}: the demo sets {', '.join(OWN)} itself; see its options")
+        apply_override(changed, change)
+    return warm, *(_of_seed(build_run(each, example, where=str(file)), options) for each in (raw, changed))
+
+
+def _of_seed(config: TrainConfig, options: DemoOptions) -> TrainConfig:
+    """Every seed is measured on held-out tasks of its own."""
     evaluation = dataclasses.replace(config.eval, seed=config.eval.seed + options.seed)
-    return warm, dataclasses.replace(config, eval=evaluation)
+    return dataclasses.replace(config, eval=evaluation)
 
 
 def _stack(config: TrainConfig, folder: Path, options: DemoOptions) -> Stack:

@@ -15,9 +15,10 @@ from rich.console import Console
 
 from spangrad.store import open_store
 from spangrad.trainer.cluster import call, start_learner, start_ray
-from spangrad.trainer.demo import Clock, DemoOptions, prepare
+from spangrad.trainer.demo import DemoOptions, prepare
 from spangrad.trainer.evaluation import evaluate
 from spangrad.trainer.policies.warm_start import SCHEDULE, cloning_config, record_expert, start_policy
+from spangrad.trainer.reporting.clock import Clock
 from spangrad.trainer.serving.publish import publish
 
 LENGTHS = (0.5, 1.0, 2.0, 3.0)

@@ -64,6 +64,7 @@ def demo(
     cache: Annotated[str, typer.Option("--cache", help="Cloned starting policies are kept here.")] = (
         ".spangrad/policies"
     ),
+    changes: SetOption = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Clone the starting policy again.")] = False,
     keep_raw: Annotated[
         bool, typer.Option("--keep-raw", help="Keep the engine's raw replies, for audits.")
@@ -84,6 +85,7 @@ def demo(
         cache=cache,
         seed=seed,
         updates=updates,
+        changes=changes or (),
         json=as_json,
         fresh=fresh,
         keep_raw=keep_raw,

@@ -1,0 +1,1 @@
+"""Estimators and losses on one example: curves with several seeds."""

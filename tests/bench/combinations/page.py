@@ -1,0 +1,181 @@
+"""Table and picture of finished runs: mean over seeds, and their range."""
+
+import html
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.bench.combinations.runs import COMBINATIONS, Combination, in_order
+
+Runs = Sequence[Mapping[str, Any]]
+Curve = dict[int, list[float]]
+"""Update -> success of each seed."""
+
+WINDOW = 4
+"""So many updates of training rollouts make one point: an update has few."""
+_COLORS = ("#555555", "#c62828", "#ef8f00", "#3d7fd9", "#00838f", "#8e24aa", "#2e7d32", "#795548")
+
+
+def curve(runs: Runs, name: str, how: str, length: str | None) -> Curve:
+    """Success of one combination over updates; `length` None: of all tasks."""
+    found: Curve = defaultdict(list)
+    for run in runs:
+        if run["name"] != name:
+            continue
+        counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+        for point in run["points"]:
+            if point["how"] == how:
+                update = point["update"]
+                place = counts[update // WINDOW * WINDOW + WINDOW // 2 if how == "train" else update]
+                for key, (wins, rollouts) in point["by"].items():
+                    if length in (None, key):
+                        place[0] += wins
+                        place[1] += rollouts
+        for update, (wins, rollouts) in sorted(counts.items()):
+            if rollouts:
+                found[update].append(wins / rollouts)
+    return dict(found)
+
+
+def lengths(runs: Runs) -> list[str]:
+    """Of tasks, the shortest first."""
+    return in_order({key for run in runs for point in run["points"] for key in point["by"]})
+
+
+def table(runs: Runs) -> str:
+    """A row for each combination: held-out success at the end, of the longest tasks and of all."""
+    longest = lengths(runs)[-1]
+    columns = ("greedy", "sampled", "sampled, while training")
+    heads = [*(f"longest ({longest}), {column}" for column in columns), "all, greedy", "all, sampled"]
+    lines = [f"| credit | loss | by step | {' | '.join(heads)} | seeds |", "|---" * 9 + "|"]
+    for name, combination in COMBINATIONS.items():
+        if not (seeds := [run["seed"] for run in runs if run["name"] == name]):
+            continue
+        cells = [_last(curve(runs, name, how, longest)) for how in ("greedy", "sampled")]
+        cells.append(_all(curve(runs, name, "train", longest)))
+        cells += [_last(curve(runs, name, how, None)) for how in ("greedy", "sampled")]
+        told = "yes" if combination.has_steps else "no"
+        head = f"| `{combination.credit}` | `{combination.objective}` | {told} |"
+        lines.append(f"{head} {' | '.join(cells)} | {len(seeds)} |")
+    start = [_first(curve(runs, runs[0]["name"], how, longest)) for how in ("greedy", "sampled")]
+    start += ["", *(_first(curve(runs, runs[0]["name"], how, None)) for how in ("greedy", "sampled"))]
+    return "\n".join([*lines, f"| before | | | {' | '.join(start)} | |"])
+
+
+def by_kind(runs: Runs) -> dict[str, float]:
+    """Mean success on the longest tasks at the end, greedy and sampled: with and without steps told apart."""
+    longest = lengths(runs)[-1]
+    found: dict[str, list[float]] = defaultdict(list)
+    for name, combination in COMBINATIONS.items():
+        for how in ("greedy", "sampled"):
+            if points := curve(runs, name, how, longest):
+                found["step" if combination.has_steps else "episode"] += points[max(points)]
+    return {kind: sum(values) / len(values) for kind, values in found.items()}
+
+
+def filled(page: str, text: str) -> str:
+    """The page with the text between its markers.
+
+    Raises:
+        ValueError: The markers are not there once.
+    """
+    pattern = r"(<!-- combinations: begin[^\n]*-->\n).*?(<!-- combinations: end -->)"
+    new, count = re.subn(pattern, lambda found: f"{found[1]}{text}\n{found[2]}", page, flags=re.DOTALL)
+    if count != 1:
+        raise ValueError(f"there are {count} pairs of `<!-- combinations: ... -->` markers, expected 1")
+    return new
+
+
+_PANEL, _HIGH, _GAP, _LEFT, _TOP = 270, 210, 22, 48, 96
+
+
+def svg(runs: Runs) -> str:
+    """A panel for each length and way to measure: a line for each combination, a band for its seeds."""
+    columns, rows = lengths(runs), (("greedy", "held-out, greedy"), ("train", "sampled, while training"))
+    names = [name for name in COMBINATIONS if any(run["name"] == name for run in runs)]
+    last = max(run["updates"] for run in runs)
+    width = _LEFT + (_PANEL + _GAP) * len(columns)
+    height = _TOP + (_HIGH + 52) * len(rows)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
+        f' height="{height}" font-family="system-ui, sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+    ]
+    for place, name in enumerate(names):
+        x, y = _LEFT + place % 3 * 290, 18 + place // 3 * 18
+        line = f'<line x1="{x}" y1="{y - 4}" x2="{x + 24}" y2="{y - 4}" {_stroke(name)}/>'
+        parts += [line, _text(x + 30, y, _label(COMBINATIONS[name]))]
+    for row, (how, title) in enumerate(rows):
+        for column, length in enumerate(columns):
+            x, y = _LEFT + column * (_PANEL + _GAP), _TOP + row * (_HIGH + 52)
+            parts.append(_text(x, y - 6, f"shortest way {length}: {title}"))
+            parts += _axes(x, y, last, is_first=column == 0)
+            for name in names:
+                parts += _line(x, y, last, name, curve(runs, name, how, length))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _axes(x: int, y: int, last: int, *, is_first: bool) -> list[str]:
+    parts = []
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        level = y + _HIGH * (1 - share)
+        parts.append(f'<line x1="{x}" y1="{level}" x2="{x + _PANEL}" y2="{level}" stroke="#dddddd"/>')
+        if is_first:
+            parts.append(_text(x - 6, level + 4, f"{share:.0%}", anchor="end"))
+    for update in range(0, last + 1, max(1, last // 4)):
+        parts.append(_text(x + _PANEL * update / last, y + _HIGH + 16, str(update), anchor="middle"))
+    return [*parts, _text(x + _PANEL / 2, y + _HIGH + 30, "updates", anchor="middle")]
+
+
+def _line(x: int, y: int, last: int, name: str, points: Curve) -> list[str]:
+    def at(update: int, share: float) -> str:
+        return f"{x + _PANEL * update / last:.1f},{y + _HIGH * (1 - share):.1f}"
+
+    if not points:
+        return []
+    high = [at(update, max(values)) for update, values in points.items()]
+    low = [at(update, min(values)) for update, values in points.items()]
+    mean = [at(update, sum(values) / len(values)) for update, values in points.items()]
+    fill = f'fill="{_color(name)}" fill-opacity="0.08"'
+    return [
+        f'<polygon points="{" ".join([*high, *reversed(low)])}" {fill}/>',
+        f'<polyline points="{" ".join(mean)}" fill="none" {_stroke(name)}/>',
+    ]
+
+
+def _color(name: str) -> str:
+    return _COLORS[list(COMBINATIONS).index(name) % len(_COLORS)]
+
+
+def _stroke(name: str) -> str:
+    dash = "" if COMBINATIONS[name].has_steps else ' stroke-dasharray="5 3"'
+    return f'stroke="{_color(name)}" stroke-width="2"{dash}'
+
+
+def _label(combination: Combination) -> str:
+    return f"{combination.credit}, {combination.objective}"
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "start") -> str:
+    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{html.escape(text)}</text>'
+
+
+def _range(values: Sequence[float]) -> str:
+    mean = sum(values) / len(values)
+    return f"{mean:.0%}" if len(values) == 1 else f"{mean:.0%} ({min(values):.0%} to {max(values):.0%})"
+
+
+def _last(points: Curve) -> str:
+    return _range(points[max(points)]) if points else "-"
+
+
+def _first(points: Curve) -> str:
+    return _range(points[min(points)]) if points else "-"
+
+
+def _all(points: Curve) -> str:
+    """Mean over the whole training, for each seed: how fast it was learned."""
+    seeds = min((len(values) for values in points.values()), default=0)
+    means = [sum(values[seed] for values in points.values()) / len(points) for seed in range(seeds)]
+    return _range(means) if means else "-"
