@@ -3,7 +3,8 @@
 Invariants:
 * only the current attempt of a rollout that succeeded is trained: no half rollout is;
 * a reward counts only from an author that the caller allows, and for this attempt;
-* whatever is not trained is in `refused`, with its reason.
+* whatever is not trained is in `refused`, with its reason: sampled tokens = trained + refused, checked each
+  time.
 """
 
 from collections import Counter
@@ -16,6 +17,7 @@ from spangrad.adapters.calls import calls_of
 from spangrad.adapters.model_call import Grade, ModelCall, Purpose
 from spangrad.credit.aggregation import Aggregation, weigh
 from spangrad.credit.assign import CreditConfig, assign
+from spangrad.credit.books import check_books, dropped_tokens
 from spangrad.credit.forks import parents_of
 from spangrad.credit.history import baselines_of
 from spangrad.credit.observations import observation_rows
@@ -58,6 +60,8 @@ class CreditedBatch:
     """Every call that was read, trained or not."""
     notes: Mapping[str, int] = field(default_factory=dict)
     """What rendering altered without harm to the reply: kind -> calls."""
+    sampled_tokens: int = 0
+    """Tokens of all replies whose ids are known, those of rollouts that did not succeed too."""
 
 
 def credited_rows(
@@ -96,12 +100,12 @@ def credited_rows(
         prefer: What preference learning makes of rows and their rollouts' returns: `paired`, `labelled` or
             `best`, with their settings bound. Wants no estimators: `config` is None.
         target: What rows train: what the policy sampled, or (for cloning) what the environment answered.
-
         base_dir: Folder that a path in `config.scores` starts from.
 
     Raises:
         ConfigError: There are both estimators and preferences.
         CreditError: Rewards contradict each other. GradeError: `min_grade` is no grade.
+        BooksError: A sampled token is neither trained nor refused, or both.
     """
     if config is not None and prefer is not None:
         raise ConfigError("preferences are made of returns, not of advantages; leave the estimators out")
@@ -109,6 +113,8 @@ def credited_rows(
         raise ConfigError("nobody is credited for what the environment answered; leave the estimators out")
     refused: list[Refused] = []
     ended, calls_by_rollout = ended_with_calls(store, rollouts, refused)
+    refused = _with_tokens_of_failed(store, refused)
+    sampled = {call.call_id: _sampled_tokens(call) for calls in calls_by_rollout.values() for call in calls}
     if policy_version is not None and max_staleness is not None:
         ended = [
             rollout
@@ -139,7 +145,7 @@ def credited_rows(
             continue
         assigned = {step.call_id: advantages[rollout.rollout_id, step.call_id] for step in trajectory.steps}
         why = left_out.get(rollout.rollout_id, MISSING_REWARD)
-        rows += _rows(rollout, calls, assigned, why, min_grade, render, refused, notes, target)
+        rows += _rows(rollout, calls, assigned, why, min_grade, render, refused, notes, target, sampled)
     if prefer is not None:
         preferred = prefer(rows, {each.rollout_id: each.total_reward for each in trajectories})
         rows = list(preferred.rows)
@@ -147,12 +153,14 @@ def credited_rows(
         diagnostics = {**diagnostics, **preferred.diagnostics}
     rows = weigh(rows, aggregation, constant=constant) if rows else []
     read = [call for calls in calls_by_rollout.values() for call in calls]
-    sampled = {call.call_id: _sampled_tokens(call) for call in read}
+    total = sum(sampled.values()) + sum(one.sampled_tokens for one in refused if one.call_id is None)
     refused = [
         replace(one, sampled_tokens=one.sampled_tokens or sampled.get(one.call_id or "", 0))
         for one in refused
     ]
-    return CreditedBatch(rows, refused, diagnostics, samples_of(rows, policy_version), read, +notes)
+    trained = sum(int(row.action_mask.sum()) for row in rows) if target == "actions" else 0
+    check_books(total, trained, dropped_tokens(refused), where=f"{len(rollouts)} rollouts")
+    return CreditedBatch(rows, refused, diagnostics, samples_of(rows, policy_version), read, +notes, total)
 
 
 def ended_with_calls(
@@ -244,11 +252,22 @@ def _is_stale(
             f"sampled by version {min(wrong)}, the learner's is {policy_version};"
             f" at most {max_staleness} updates of staleness are allowed"
         )
-        refused += [Refused(call.rollout_id, call.call_id, reason) for call in calls]
+        refused += [Refused(call.rollout_id, call.call_id, reason, kind="too stale") for call in calls]
     return bool(wrong)
 
 
+def _with_tokens_of_failed(store: Store, refused: Sequence[Refused]) -> list[Refused]:
+    """Rollouts that did not succeed, with the tokens that were sampled in them for nothing."""
+    ids = [one.rollout_id for one in refused if one.rollout_id is not None]
+    lost: Counter[str | None] = Counter()
+    for call in calls_of(store, ids) if ids else ():
+        lost[call.rollout_id] += _sampled_tokens(call)
+    return [replace(one, sampled_tokens=lost[one.rollout_id]) for one in refused]
+
+
 def _sampled_tokens(call: ModelCall) -> int:
+    if call.purpose is Purpose.EMBEDDING:
+        return 0
     return sum(len(choice.sampled_token_ids or ()) for choice in call.choices)
 
 
@@ -259,9 +278,8 @@ def _ended(rollouts: Sequence[Rollout], refused: list[Refused]) -> list[Rollout]
             ended.append(rollout)
         else:
             because = f" ({rollout.brief_failure})" if rollout.failure else ""
-            refused.append(
-                Refused(rollout.rollout_id, None, f"rollout did not succeed: {rollout.status}{because}")
-            )
+            what = f"rollout did not succeed: {rollout.status}"
+            refused.append(Refused(rollout.rollout_id, None, f"{what}{because}", kind=what))
     return ended
 
 
@@ -321,12 +339,17 @@ def _rows(
     refused: list[Refused],
     notes: Counter[str],
     target: Target,
+    sampled_tokens: dict[str, int],
 ) -> list[Transition]:
-    """Rows of one rollout; every call that none of them trains is refused."""
+    """Rows of one rollout; every call that none of them trains is refused.
+
+    `sampled_tokens`, by call, gets the count of replies that are rendered.
+    """
     sampled = [call for call in calls if call.purpose is not Purpose.EMBEDDING]
     if render is not None:
         sampled = with_unknown_tools(sampled)
     with_ids = [rendered(call, render, refused, notes) for call in sampled]
+    sampled_tokens.update((call.call_id, _sampled_tokens(call)) for call in with_ids if call is not None)
     tree = build_tree([call for call in with_ids if call is not None])
     if render is not None:
         notes[REWRITTEN] += count_rewritten(tree)

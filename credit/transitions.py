@@ -42,7 +42,7 @@ class Refused:
     """None: the whole rollout."""
     reason: str
     sampled_tokens: int = 0
-    """Tokens that the engine is known to have sampled in it."""
+    """Tokens of its replies, as far as their ids are known."""
     kind: str | None = None
     """What the reason has in common with others; None: all of it."""
 

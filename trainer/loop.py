@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spangrad.credit.books import check_books, dropped_metrics, dropped_tokens
 from spangrad.credit.pipeline import CreditedBatch
 from spangrad.credit.transition import Transition
 from spangrad.errors import ConfigError, EmptyBatchError, StoreError
 from spangrad.store import open_store
 from spangrad.store.base import Store
-from spangrad.store.records import Policy, Rollout, Update
+from spangrad.store.records import Policy, Rollout, RolloutStatus, Update
 from spangrad.trainer.cluster import call, start_learner, start_ray
 from spangrad.trainer.config import TrainConfig, resolve
 from spangrad.trainer.crediting import Crediting
@@ -207,10 +208,12 @@ class Run:
         """One update: learner, durable checkpoint, commit."""
         started = time.monotonic()
         metrics = metrics | batch_metrics(batch)
+        failed = [rollout for rollout in rollouts if rollout.status is not RolloutStatus.SUCCEEDED]
+        metrics["rollout/excluded"] = float(len(failed))
         self._probe_rows = list(batch.rows[:4])
         self._probe_before = call(self.learner.score, [_whole(row) for row in self._probe_rows])
         metrics |= call(self.learner.update, batch.rows, policy_version=self.policy_version)
-        metrics["data/dropped_tokens"] = metrics["data/sampled_tokens"] - metrics["data/trained_tokens"]
+        metrics |= checked_books(metrics, where=f"update {self.update_index}")
         metrics["time/update_s"] = time.monotonic() - started
         update = Update(
             run_id=self.config.run.id,
@@ -352,11 +355,20 @@ def batch_metrics(batch: CreditedBatch) -> Metrics:
         if source in batch.diagnostics:
             metrics[name] = float(batch.diagnostics[source])
     metrics["data/refused_calls"] = float(len(batch.refused))
-    metrics["data/sampled_tokens"] = float(
-        sum(int(row.action_mask.sum()) for row in batch.rows)
-        + sum(refused.sampled_tokens for refused in batch.refused)
-    )
-    return metrics
+    metrics["data/sampled_tokens"] = float(batch.sampled_tokens)
+    return metrics | dropped_metrics(dropped_tokens(batch.refused))
+
+
+def checked_books(metrics: Metrics, *, where: str) -> Metrics:
+    """`data/dropped_tokens` of an update: what credit refused and what the learner left out.
+
+    Raises:
+        BooksError: Sampled tokens are not those trained and those dropped.
+    """
+    dropped = {name: int(count) for name, count in metrics.items() if name.startswith("dropped/")}
+    sampled, trained = int(metrics["data/sampled_tokens"]), int(metrics["data/trained_tokens"])
+    check_books(sampled, trained, dropped, where=where)
+    return {"data/dropped_tokens": float(sum(dropped.values()))}
 
 
 def _probe() -> Transition:

@@ -16,6 +16,7 @@
     +-- CreditError (ValueError)          returns, groups or masks that contradict each other
     +-- GradeError (ValueError)           an objective needs a better grade than the row has
     +-- EmptyBatchError (ValueError)      nothing in the batch can train anything
+    +-- BooksError (RuntimeError)         sampled tokens that are neither trained nor dropped: a bug of ours
     +-- PolicyError (RuntimeError)        a model folder that can't be loaded, or weights that don't fit it
     +-- EngineError (RuntimeError)        the inference engine failed, or did not start
     |   +-- PublishError                  the engine does not serve the weights that were published
@@ -91,6 +92,10 @@ class GradeError(SpangradError, ValueError):
 
 class EmptyBatchError(SpangradError, ValueError):
     """Nothing in the batch can train anything."""
+
+
+class BooksError(SpangradError, RuntimeError):
+    """Sampled tokens are neither trained nor dropped for a reason, or both: an error in spangrad."""
 
 
 class PolicyError(SpangradError, RuntimeError):

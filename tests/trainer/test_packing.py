@@ -80,6 +80,11 @@ def test_rows_that_cannot_train_are_left_out_and_counted():
     assert selection.rows == (good,)
     assert (selection.rows_without_tokens, selection.rows_without_signal) == (1, 3)
     assert selection.tokens_without_advantage == int(unassigned.action_mask.sum())
+    assert selection.dropped_tokens == {
+        "no advantage other than 0": int(no_signal.action_mask.sum()),
+        "loss weight is 0": int(no_weight.action_mask.sum()),
+        "advantage not assigned": int(unassigned.action_mask.sum()),
+    }
     # A KL or entropy term trains on tokens without an advantage too, on unassigned ones never.
     kept = select_rows(rows, objective="ppo", needs_all_tokens=True).rows
     assert [row.rollout_id for row in kept] == ["r0", "r2"]

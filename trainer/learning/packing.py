@@ -13,7 +13,8 @@ Invariants:
 * the same rows give the same batches.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spangrad.credit.books import check_books, dropped_metrics
 from spangrad.credit.transition import Transition
 from spangrad.errors import CreditError, EmptyBatchError, GradeError, PolicyError
 from spangrad.trainer.learning.objectives import OBJECTIVES
@@ -118,6 +120,8 @@ class Selection:
     """Those rows."""
     tokens_without_advantage: int
     """Trained tokens whose advantage is NaN (not assigned): taken out of the action mask."""
+    dropped_tokens: Mapping[str, int]
+    """Why tokens that rows came to train are not trained -> how many."""
 
 
 def row_name(row: Transition) -> str:
@@ -179,10 +183,12 @@ def select_rows(rows: Sequence[Transition], *, objective: str, needs_all_tokens:
         CreditError: A row contradicts itself.
         GradeError: A row lacks what the objective needs.
         EmptyBatchError: Nothing is left; the counts are in the message.
+        BooksError: A token is neither kept nor counted as dropped, or both.
     """
     kept: list[Transition] = []
     silent: list[Transition] = []
     without_tokens = without_advantage = 0
+    dropped: Counter[str] = Counter()
     for row in rows:
         _check_row(row)
         if not row.action_mask.any():
@@ -205,15 +211,25 @@ def select_rows(rows: Sequence[Transition], *, objective: str, needs_all_tokens:
             has_signal = bool(row.preferences) or not chosen.compares_sequences
         if has_signal and row.loss_weight > 0:
             kept.append(row)
-        else:
-            silent.append(row)
+            continue
+        silent.append(row)
+        lacks = "preference" if chosen.compares_sequences else "advantage other than 0"
+        why = "loss weight is 0" if has_signal else f"no {lacks}"
+        dropped[why] += int(row.action_mask.sum())
     if not kept:
         raise EmptyBatchError(
             f"none of {len(rows)} rows can train objective {objective!r}: {without_tokens} have no trained "
             f"token, {len(silent)} have zero weight, no preference or only zero or unassigned advantages "
             f"({without_advantage} tokens unassigned); check rewards and groups"
         )
-    return Selection(tuple(kept), without_tokens, len(silent), tuple(silent), without_advantage)
+    dropped["advantage not assigned"] = without_advantage
+    check_books(
+        sum(int(row.action_mask.sum()) for row in rows),
+        sum(int(row.action_mask.sum()) for row in kept),
+        dropped,
+        where=f"{len(rows)} rows",
+    )
+    return Selection(tuple(kept), without_tokens, len(silent), tuple(silent), without_advantage, +dropped)
 
 
 def check_vocabulary(rows: Sequence[Transition], *, size: int, model: str) -> None:
@@ -248,6 +264,7 @@ def data_metrics(selection: Selection, *, policy_version: int | None) -> dict[st
         if staleness.size:
             metrics["data/staleness_mean"] = float(staleness.mean())
             metrics["data/staleness_max"] = float(staleness.max())
+    metrics |= dropped_metrics(selection.dropped_tokens)
     return {name: float(value) for name, value in metrics.items()}
 
 
