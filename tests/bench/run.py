@@ -13,6 +13,7 @@ from tests.bench.benches import BENCHES
 from tests.bench.estimator_benches import bench_estimators
 from tests.bench.figures import Figure, show_figures
 from tests.bench.large_store import bench_large
+from tests.bench.packing import bench_packing
 from tests.bench.pairs import Pair, show
 from tests.bench.store_benches import bench_floor, bench_growth, bench_ingest
 from tests.bench.tree_benches import bench_trees
@@ -41,6 +42,7 @@ def main() -> None:
         "floor": bench_floor,
         "estimators": bench_estimators,
         "trees": partial(bench_trees, options.agl_03, options.agl_verl),
+        "packing": bench_packing,
         "large": partial(bench_large, options.large),
     }
     if unknown := sorted(set(names) - set(known)):
@@ -73,6 +75,7 @@ FIGURES = (
     "floor",
     "estimators",
     "trees",
+    "packing",
     "large",
 )
 SLOW = ("large",)
