@@ -258,7 +258,8 @@ def _load(
         if change.strip().startswith(OWN):
             raise ConfigError(f"--set {change!r}: the demo sets {', '.join(OWN)} itself; see its options")
         apply_override(changed, change)
-    return warm, *(_of_seed(build_run(each, example, where=str(file)), options) for each in (raw, changed))
+    start, trained = (_of_seed(build_run(each, example, where=str(file)), options) for each in (raw, changed))
+    return warm, start, trained
 
 
 def _of_seed(config: TrainConfig, options: DemoOptions) -> TrainConfig:

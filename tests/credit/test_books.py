@@ -45,8 +45,13 @@ def with_failed(store: FileStore, rewards: dict[str, float | None]) -> list[Roll
     store.enqueue([Rollout("broken", group_id="g", run_id="run", task_id="t")])
     (claimed,) = store.claim(worker="w", limit=1)
     store.put_otlp(encode_request(spans_of("broken", "99")))
-    failure = {"error_type": "EngineError", "error": "connection refused"}
-    store.finish("broken", claimed.attempt, status=RolloutStatus.FAILED, **failure)
+    store.finish(
+        "broken",
+        claimed.attempt,
+        status=RolloutStatus.FAILED,
+        error_type="EngineError",
+        error="connection refused",
+    )
     return store.rollouts(run_id="run")
 
 

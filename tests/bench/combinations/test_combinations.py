@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.bench.combinations.runs import COMBINATIONS, is_done, points_of, read
 EXAMPLE = Path(__file__).parents[3] / "examples" / "05_frozen_lake"
 
 
-def measured(name: str, seed: int, share: float) -> dict:
+def measured(name: str, seed: int, share: float) -> dict[str, Any]:
     wins = round(share * 10)
     points = [
         {"update": update, "how": how, "by": {"6": [10, 10], "10": [wins if update else 0, 10]}}
