@@ -101,8 +101,14 @@ def test_the_second_moment_gives_the_golden_number():
     (row,), metrics = corrected([row_of(GOLDEN)], m2_max=0.5)
     assert metrics["correction/m2"] == pytest.approx(0.981953, abs=1e-6)
     assert row.action_mask.tolist() == [False, True, True, True, True, False]  # .4249 over the first four
-    # (1 + .9 + 1.1 + 2.5)^2 and so on: (4.9)^2 / (4 (.16 + .81 + 1.21 + 6.25))
+    # (.4 + .9 + 1.1 + 2.5)^2 / (4 (.16 + .81 + 1.21 + 6.25))
     assert metrics["correction/sample_share"] == pytest.approx(4.9**2 / 4 / 8.43)
+
+
+def test_equal_second_moments_leave_together():
+    # (log w)^2 is 0, 1, 1: the mean is .5 over two of them and .667 over all
+    (row,), _ = corrected([row_of([1.0, math.e, 1 / math.e])], m2_max=0.6)
+    assert row.action_mask.tolist() == [False, True, False, False]
 
 
 @settings(max_examples=40)

@@ -47,7 +47,7 @@ def random_tokens(seed: int, count: int = 12) -> tuple[Tensor, Tensor, Tensor, T
 def run(objective: str, policy: Tensor, behavior: Tensor, advantages: Tensor, ids: Tensor, weights: Tensor):
     """-> (loss, gradient, monitors) of tokens, all trained."""
     leaf = policy.clone().requires_grad_()
-    names = {name: getattr(LearnerConfig(objective=objective), name) for name in OBJECTIVES[objective].names}
+    names = LearnerConfig(objective=objective).loss_settings()
     if names.pop("sequence", None):
         names["sequence_ids_BT"] = ids
     mask = torch.ones(policy.shape, dtype=torch.bool)
@@ -95,7 +95,7 @@ def test_tokens_outside_the_mask_change_nothing(objective, seed, junk):
     loss, gradient, _ = run(
         objective, *(column[mask] for column in (policy, behavior, advantages, ids, weights))
     )
-    names = {name: getattr(LearnerConfig(objective=objective), name) for name in OBJECTIVES[objective].names}
+    names = LearnerConfig(objective=objective).loss_settings()
     if names.pop("sequence", None):
         names["sequence_ids_BT"] = ids
     spoiled = [torch.where(mask, c, torch.tensor(junk, dtype=F64)) for c in (behavior, advantages, weights)]
@@ -402,9 +402,10 @@ def test_settings_that_depend_on_others_are_refused_with_the_reason():
 
 
 def test_clip_bounds_are_the_objectives_own_unless_named():
-    found = {name: LearnerConfig(objective=name) for name in OBJECTIVES}
-    assert {name: (c.clip_low, c.clip_high) for name, c in found.items() if c.clip_low is not None} == {
-        name: objective.clip for name, objective in OBJECTIVES.items() if objective.clip is not None
-    }
-    assert LearnerConfig(objective="gspo", clip_high=0.1).clip_low == 3e-4
-    assert replace(found["cispo"], lr=1e-5).clip_low == 1.0
+    for name, objective in OBJECTIVES.items():
+        found = LearnerConfig(objective=name).loss_settings()
+        assert (found.get("clip_low"), found.get("clip_high")) == (objective.clip or (None, None))
+    named = LearnerConfig(objective="gspo", clip_high=0.1)
+    assert [named.loss_settings()[key] for key in KEYS] == [3e-4, 0.1]
+    # Another objective brings its own.
+    assert [replace(LearnerConfig(), objective="gspo").loss_settings()[key] for key in KEYS] == [3e-4, 4e-4]

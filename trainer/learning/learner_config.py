@@ -6,7 +6,7 @@ Knows: the ranges of its settings. Does not know: torch.
 import math
 import re
 from dataclasses import MISSING, dataclass, field, fields
-from typing import get_args
+from typing import Any, get_args
 
 from spangrad.errors import ConfigError
 from spangrad.trainer.learning.corrections import CorrectionConfig
@@ -122,13 +122,10 @@ class LearnerConfig:
     """torch CPU threads of the process; 0 leaves them as they are."""
 
     def __post_init__(self) -> None:
-        """Refuse values that can't be used, and changed ones that nothing uses; fill in the clip bounds."""
+        """Refuse values that can't be used, and changed ones that nothing uses."""
         objective = OBJECTIVES.get(self.objective)
         require(objective is not None, "learner.objective", self.objective, f"one of {', '.join(OBJECTIVES)}")
         clip = objective.clip if objective is not None else None
-        for name, bound in zip(("clip_low", "clip_high"), clip or (), strict=False):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, bound)
         for name, holds, expected in (
             ("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
             ("device", re.fullmatch(r"cpu|cuda(:\d+)?", self.device), "cpu, cuda or cuda:N"),
@@ -185,6 +182,15 @@ class LearnerConfig:
     def uses_ratio(self) -> bool:
         """Whether the objective compares the current with the behaviour policy."""
         return OBJECTIVES[self.objective].uses_ratio
+
+    def loss_settings(self) -> dict[str, Any]:
+        """The settings of the objective alone, by name; its own clip bounds where none are named."""
+        objective = OBJECTIVES[self.objective]
+        own = dict(zip(("clip_low", "clip_high"), objective.clip or (), strict=False))
+        return {
+            name: own.get(name) if getattr(self, name) is None else getattr(self, name)
+            for name in objective.names
+        }
 
     def settings_unused(self) -> dict[str, str]:
         """Settings that change nothing, and why."""

@@ -17,7 +17,6 @@ from spangrad.trainer.learning.echo import is_observation, own_targets
 from spangrad.trainer.learning.learner_config import LearnerConfig
 from spangrad.trainer.learning.model import TargetStats
 from spangrad.trainer.learning.monitors import Totals
-from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.learning.packing import Batch
 
 RATIO_LOSSES: Final[Mapping[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]]] = {
@@ -120,10 +119,9 @@ def _without_ratio(config: LearnerConfig, batch: Batch, policy_M: Tensor) -> tup
 
 def _settings(config: LearnerConfig, batch: Batch) -> dict[str, Any]:
     """What the objective's function takes beside the tokens."""
-    names = OBJECTIVES[config.objective].names
-    settings = {name: getattr(config, name) for name in names - {"sequence"}}
-    if "sequence" in names:
-        ids_BT = batch.call_ids_BT if config.sequence == "call" else batch.row_ids_BT
+    settings = config.loss_settings()
+    if sequence := settings.pop("sequence", None):
+        ids_BT = batch.call_ids_BT if sequence == "call" else batch.row_ids_BT
         settings["sequence_ids_BT"] = ids_BT[batch.target_mask_BT]
     return settings
 
