@@ -149,9 +149,10 @@ def test_awr_weighs_tokens_by_their_advantage_and_needs_no_logprobs(make_learner
     assert metrics["policy/awr_clipped"] > 0
 
 
-def test_what_is_preferred_becomes_more_likely_and_the_rest_less(make_learner):
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 2, "lr": 1e-2}], ids=["full", "lora"])
+def test_what_is_preferred_becomes_more_likely_and_the_rest_less(make_learner, settings):
     rows = list(paired(rows_of(), RETURNS).rows)
-    learner = make_learner(objective="dpo", epochs_per_update=4, minibatches_per_update=2)
+    learner = make_learner(objective="dpo", epochs_per_update=4, minibatches_per_update=2, **settings)
     first = learner.update(rows)
     second = learner.update(rows)
     assert learner.optimizer_steps == 16
