@@ -25,6 +25,7 @@ from spangrad.credit.reinforce_pp import (
 from spangrad.credit.rloo import rloo
 from spangrad.credit.roles import role_advantages
 from spangrad.credit.shaping import farming_gain, potential_based
+from spangrad.credit.state_actions import state_action_advantages
 from spangrad.credit.transition import CallSegment, Preference, Transition
 from spangrad.credit.transitions import (
     Refused,
@@ -91,6 +92,7 @@ __all__ = [
     "rloo",
     "role_advantages",
     "row_to_json",
+    "state_action_advantages",
     "step_advantages",
     "top_p_by_spread",
     "top_share_by_spread",

@@ -10,10 +10,12 @@ import difflib
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any, Final, cast
 
 from spangrad.credit.assign import CreditConfig, Episode, StepName
+from spangrad.credit.estimators import BOTH_TERMS
 from spangrad.errors import ConfigError
 
 NONE: Final = "none"
@@ -25,6 +27,13 @@ _SETTINGS: Final[Mapping[str, Any]] = {
     if field.name not in ("episode", "step") and isinstance(field.default, bool | int | float | str)
 }
 """Those of one word, with their defaults."""
+_AROUND: Final = (
+    ("scores", "shaping", "shaping_weight"),
+    ("scores",),
+    ("filters", "top_share", "top_p"),
+    ("overlong", "overlong_limit", "overlong_buffer", "overlong_factor"),
+)
+"""What is said about rewards and rollouts whatever the terms are; each makes sense as a whole."""
 
 
 def parsed(text: str, base: Mapping[str, Any] | None = None) -> CreditConfig:
@@ -40,10 +49,12 @@ def parsed(text: str, base: Mapping[str, Any] | None = None) -> CreditConfig:
     terms, *settings = text.strip().split(":")
     episode, step = _terms(terms.strip(), text)
     own = dict(_setting(setting, text) for setting in settings)
+    named: dict[str, Any] = {"episode": episode, "step": step}
+    around = _around(named, base or {})
     try:
-        used = CreditConfig(episode=episode, step=step).settings_used()
+        used = CreditConfig(**around | named).settings_used().difference(*_AROUND)
         inherited = {name: value for name, value in (base or {}).items() if name in used}
-        return CreditConfig(**inherited | own | {"episode": episode, "step": step})
+        return CreditConfig(**around | inherited | own | named)
     except ConfigError as error:
         raise ConfigError(f"estimator {text!r}: {error}") from None
 
@@ -63,13 +74,18 @@ def spelled(config: CreditConfig) -> str:
 
 def is_both(step: str) -> bool:
     """Whether a step term brings its own episode term along, as `gigpo_as_published` does."""
-    if step == NONE:
-        return False
-    try:
-        CreditConfig(episode="none", step=cast(StepName, step))
-    except ConfigError:
-        return True
-    return False
+    return step in BOTH_TERMS
+
+
+def _around(named: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings around terms (`_AROUND`) that go together with these; others are left out."""
+    kept: dict[str, Any] = {}
+    for names in _AROUND:
+        tried = kept | {name: base[name] for name in names if name in base}
+        with suppress(ConfigError):
+            CreditConfig(**tried | named)
+            kept = tried
+    return kept
 
 
 def _terms(terms: str, text: str) -> tuple[Episode, StepName]:

@@ -1,5 +1,8 @@
 """Estimators as one word."""
 
+from dataclasses import fields
+from typing import Any
+
 import pytest
 
 from spangrad.credit.assign import CreditConfig
@@ -48,3 +51,25 @@ def test_settings_of_a_config_hold_for_the_terms_that_use_them() -> None:
 def test_what_is_misspelt_names_the_nearest(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parsed(text)
+
+
+def test_what_a_config_says_around_its_terms_is_kept_where_it_goes_together_with_others():
+    around: dict[str, Any] = {
+        "scores": "reward:p",
+        "shaping": "potential",
+        "filters": ("top_p",),
+        "top_p": 0.5,
+        "overlong": "penalize",
+        "overlong_limit": 9,
+        "overlong_buffer": 3,
+    }
+    config = CreditConfig(step="gigpo", **around)
+    base = {field.name: getattr(config, field.name) for field in fields(CreditConfig)}
+    assert parsed("rloo+leave_one_out_to_go", base) == CreditConfig("rloo", "leave_one_out_to_go", **around)
+    plain = {name: value for name, value in around.items() if name not in ("scores", "shaping")}
+    assert parsed("rloo", base) == CreditConfig("rloo", **plain)
+    without_penalty: dict[str, Any] = {"filters": ("top_p",), "top_p": 0.5}
+    assert parsed("gdpo", base) == CreditConfig("gdpo", **without_penalty)
+    assert parsed("turn_credit", base) == CreditConfig("none", "turn_credit", scores="reward:p", **plain)
+    with pytest.raises(ConfigError, match=r"estimator 'grpo\+turn_credit': step 'turn_credit' needs scores"):
+        parsed("grpo+turn_credit")
