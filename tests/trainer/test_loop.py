@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 
 from spangrad.credit.assign import CreditConfig
 from spangrad.credit.pipeline import CreditedBatch
-from spangrad.errors import EmptyBatchError
+from spangrad.errors import ConfigError, EmptyBatchError
 from spangrad.store import open_store
 from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import encode_request
@@ -210,6 +210,22 @@ def test_sets_of_tasks_are_tried_until_enough_groups_say_something_or_there_are_
     told = batch_metrics(batch)
     assert told["credit/dropped_zero_spread"] == batch.diagnostics["dropped/zero_spread"]
     assert told["data/sampled_tokens"] == 12.0  # 3 calls of 2 tokens a set, trained or dropped
+
+
+def test_a_term_that_pays_for_going_in_circles_is_said_and_kept_with_the_update(config, start, caplog):
+    Path(config.base_dir, "bonus.py").write_text("def bonus(task, calls):\n    return [1.0 for _ in calls]\n")
+    config = dataclasses.replace(
+        with_refills(config, 0, group_size=4), credit=CreditConfig(shaping="terms", scores="bonus.py:bonus")
+    )
+    run = start(config)
+    end_rollouts(run.store, config, 0, [1.0, 0.0, 1.0, 0.0])  # the longest is told "on" three times
+    batch, _, _ = run.collect()
+    told = batch_metrics(batch)
+    assert (told["credit/shaping_farming_gain"], told["credit/shaping_passes"]) == (1.0, 0.0)
+    assert [line for line in caplog.messages if "earned up to 1 from what credit.shaping adds" in line]
+    wrong = dataclasses.replace(config, credit=dataclasses.replace(config.credit, scores="gone.py:bonus"))
+    with pytest.raises(ConfigError, match=r"gone\.py.* does not exist"):
+        Crediting(wrong, run._model)
 
 
 def of_objective(config: TrainConfig, objective: str, **preference: Any) -> TrainConfig:
