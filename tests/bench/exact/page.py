@@ -105,13 +105,14 @@ def verdict(held: Held) -> str:
     return "exact" if held.is_exact else "factor"
 
 
-_LEFT, _WIDE, _ROW, _TOP = 250, 118, 20, 64
+_WIDE, _ROW, _TOP, _LETTER = 118, 20, 64, 7
 
 
 def svg(problems: Sequence[Mdp], results: Results) -> str:
     """A bar for every estimator and problem: its length is the noise, its color says whether it is biased."""
     names = singles()
-    width, height = _LEFT + _WIDE * len(problems) + 10, _TOP + _ROW * len(names) + 24
+    left = _LETTER * max(map(len, names)) + 20
+    width, height = left + _WIDE * len(problems) + 10, _TOP + _ROW * len(names) + 24
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
         f' height="{height}" font-family="system-ui, sans-serif" font-size="12">',
@@ -122,9 +123,9 @@ def svg(problems: Sequence[Mdp], results: Results) -> str:
         y = _TOP + _ROW * row
         if row % 2 == 0:
             parts.append(f'<rect y="{y}" width="{width}" height="{_ROW}" fill="#f4f6f8"/>')
-        parts.append(_text(_LEFT - 10, y + 14, name, anchor="end"))
+        parts.append(_text(left - 10, y + 14, name, anchor="end"))
     for column, mdp in enumerate(problems):
-        parts += _panel(_LEFT + _WIDE * column, mdp, results[mdp.name], names)
+        parts += _panel(left + _WIDE * column, mdp, results[mdp.name], names)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
