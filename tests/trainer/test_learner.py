@@ -23,6 +23,7 @@ from spangrad.trainer.learning.learner import Learner
 from spangrad.trainer.learning.learner_config import LearnerConfig, scheduled_lr
 from spangrad.trainer.learning.losses import bc_loss, ppo_clip_loss
 from spangrad.trainer.learning.model import target_stats
+from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.learning.output_head import HeadForm
 from spangrad.trainer.learning.packing import pack, whole_groups
 
@@ -84,8 +85,9 @@ def test_score_is_the_plain_forward_pass_under_the_rows_temperature(policy, make
     assert scores[3].size == 0
 
 
-def test_an_update_raises_what_was_good_and_lowers_what_was_bad(make_learner):
-    learner = make_learner()
+@pytest.mark.parametrize("objective", [name for name, one in OBJECTIVES.items() if one.uses_ratio])
+def test_an_update_raises_what_was_good_and_lowers_what_was_bad(make_learner, objective):
+    learner = make_learner(objective=objective)
     signs = (1.0, -1.0, 1.0, -1.0)
     rows = [
         replace(row, advantages=np.where(row.action_mask, sign, 0.0))
