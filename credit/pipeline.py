@@ -61,7 +61,8 @@ class CreditedBatch:
     notes: Mapping[str, int] = field(default_factory=dict)
     """What rendering altered without harm to the reply: kind -> calls."""
     sampled_tokens: int = 0
-    """Tokens of all replies whose ids are known, those of rollouts that did not succeed too."""
+    """Tokens of all replies whose ids are known, those of rollouts that did not succeed too; where rows train
+    what the environment answered, these tokens besides."""
 
 
 def credited_rows(
@@ -146,6 +147,7 @@ def credited_rows(
         assigned = {step.call_id: advantages[rollout.rollout_id, step.call_id] for step in trajectory.steps}
         why = left_out.get(rollout.rollout_id, MISSING_REWARD)
         rows += _rows(rollout, calls, assigned, why, min_grade, render, refused, notes, target, sampled)
+    shown = sum(int(row.action_mask.sum()) for row in rows) if target == "observations" else 0
     if prefer is not None:
         preferred = prefer(rows, {each.rollout_id: each.total_reward for each in trajectories})
         rows = list(preferred.rows)
@@ -153,12 +155,12 @@ def credited_rows(
         diagnostics = {**diagnostics, **preferred.diagnostics}
     rows = weigh(rows, aggregation, constant=constant) if rows else []
     read = [call for calls in calls_by_rollout.values() for call in calls]
-    total = sum(sampled.values()) + sum(one.sampled_tokens for one in refused if one.call_id is None)
+    total = shown + sum(sampled.values()) + sum(one.sampled_tokens for one in refused if one.call_id is None)
     refused = [
         replace(one, sampled_tokens=one.sampled_tokens or sampled.get(one.call_id or "", 0))
         for one in refused
     ]
-    trained = sum(int(row.action_mask.sum()) for row in rows) if target == "actions" else 0
+    trained = sum(int(row.action_mask.sum()) for row in rows)
     check_books(total, trained, dropped_tokens(refused), where=f"{len(rollouts)} rollouts")
     return CreditedBatch(rows, refused, diagnostics, samples_of(rows, policy_version), read, +notes, total)
 

@@ -90,7 +90,8 @@ def check_effects(
             for field in fields(credit)
             if field.name != "reward_weights" and getattr(credit, field.name) != getattr(plain, field.name)
         ]
-    if objective.compares_sequences and is_weighed and not (learner.entropy_coef or learner.kl_coef):
+    weighs = learner.entropy_coef or learner.kl_coef or learner.echo_coef
+    if objective.compares_sequences and is_weighed and not weighs:
         changed.append("rollout.aggregation")
     if changed:
         raise ConfigError(

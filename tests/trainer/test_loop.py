@@ -27,8 +27,9 @@ from spangrad.tracer import conventions as c
 from spangrad.trainer.config import TrainConfig, load_config
 from spangrad.trainer.crediting import Crediting
 from spangrad.trainer.learning.checkpoint import Checkpoint, save_checkpoint
+from spangrad.trainer.learning.learner import Learner
 from spangrad.trainer.learning.learner_config import LearnerConfig
-from spangrad.trainer.loop import Run, batch_metrics
+from spangrad.trainer.loop import Run, batch_metrics, checked_books
 from spangrad.trainer.preference_config import PreferenceConfig
 from spangrad.trainer.resuming import continues
 from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, update_rollouts, worker_config
@@ -261,6 +262,13 @@ def test_the_objective_says_what_becomes_of_the_rollouts(config, start):
     (row,) = world.rows  # only the longer one has been answered
     assert row.token_ids[row.action_mask].tolist() == [5]
     assert world.refused[0].reason == "what it was answered is trained, not what it sampled"
+    learner = Learner(LearnerConfig(model_path=str(run._model), objective="bc", threads=1))
+    metrics = batch_metrics(world) | learner.update(world.rows)
+    # 6 tokens were sampled, of which 1 was answered: 1 is trained, 6 are not.
+    assert checked_books(metrics, where="update 0") == {"data/dropped_tokens": 6.0}
+    assert metrics["data/sampled_tokens"] == 7.0
+    with pytest.raises(EmptyBatchError, match="what it was answered is trained"):
+        collected("bc", target="observations")  # that one was not good
     batch = collected("awr")
     assert [row.advantages.max() for row in batch.rows] == pytest.approx([1.0, 0.0], abs=1e-5)
     with pytest.raises(EmptyBatchError, match=r"no return of its group differs by more than 1\.0"):
