@@ -136,11 +136,14 @@ def gigpo_as_published(
 
 
 def pool_ids(group_ids_S: Ints, anchor_ids_S: Ints) -> Ints:
-    """One label for every pair of group and anchor."""
+    """One label from 0 on for every pair of group and anchor; without sorting where there are few pairs."""
     if not len(group_ids_S):
         return group_ids_S
     groups_S, anchors_S = _from_zero(group_ids_S), _from_zero(anchor_ids_S)
-    return np.unique(groups_S * (anchors_S.max() + 1) + anchors_S, return_inverse=True)[1].astype(np.int64)
+    pairs_S: Ints = groups_S * (anchors_S.max() + 1) + anchors_S
+    if pairs_S.max() < 2 * len(pairs_S):
+        return pairs_S
+    return np.unique(pairs_S, return_inverse=True)[1].astype(np.int64)
 
 
 def _from_zero(ids_S: Ints) -> Ints:
