@@ -11,7 +11,7 @@ Shape letters: S steps of scored rollouts, F folds, E estimators, X numbers.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 import numpy as np
@@ -78,7 +78,8 @@ class ComparedStep:
     step_index: int
     return_: float
     """Of the rollout."""
-    advantages: Mapping[str, float]
+    advantages: Mapping[str, float | None]
+    """None: the estimator's own filters left it out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +88,22 @@ class Comparison:
 
     estimators: Sequence[ComparedEstimator]
     rank_correlation: Mapping[str, Mapping[str, float | None]]
-    """Spearman's, over steps; None where one of the two is the same everywhere."""
+    """Spearman's, over steps with an advantage from all; None where one of the two is the same everywhere."""
     groups: Sequence[ComparedGroup]
     steps: Sequence[ComparedStep]
-    """Steps that every estimator gave an advantage."""
+    """Those that any estimator gave an advantage."""
 
     def disagreements(self) -> list[tuple[float, ComparedStep]]:
         """Steps by how far apart their ranks are (share of the batch), the farthest first."""
         names = [one.name for one in self.estimators if one.refused is None]
-        if len(names) < 2 or not self.steps:
+        steps = [step for step in self.steps if None not in step.advantages.values()]
+        if len(names) < 2 or not steps:
             return []
-        ranks_ES = np.array(
-            [_ranks(np.array([step.advantages[name] for step in self.steps])) for name in names]
-        )
-        apart_S = np.ptp(ranks_ES, axis=0) / max(len(self.steps) - 1, 1)
+        values_ES = np.array([[step.advantages[name] for step in steps] for name in names], dtype=np.float64)
+        ranks_ES = np.array([_ranks(values_S) for values_S in values_ES])
+        apart_S = np.ptp(ranks_ES, axis=0) / max(len(steps) - 1, 1)
         order = np.argsort(-apart_S, kind="stable")
-        return [(float(apart_S[number]), self.steps[number]) for number in order]
+        return [(float(apart_S[number]), steps[number]) for number in order]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -145,25 +146,27 @@ def compare(entries: Mapping[str, Entry]) -> Comparison:
         (one, step)
         for one in known
         for step in one.steps
-        if all(result.advantages.get(_key(one, step)) is not None for result in results.values())
+        if any(result.advantages.get(_key(one, step)) is not None for result in results.values())
     ]
     found = {
-        name: np.array([result.advantages[_key(*place)] for place in places], dtype=np.float64)
+        # None becomes NaN: left out
+        name: np.array([result.advantages.get(_key(*place)) for place in places], dtype=np.float64)
         for name, result in results.items()
     }
+    is_shared_S = np.isfinite(np.array(list(found.values()))).all(axis=0)
     estimators = [
         _compared(name, entry, results[name], found[name], places)
         if name in results
         else ComparedEstimator(name, _settings(entry[0]), refused=str(errors[name]))
         for name, entry in entries.items()
     ]
-    ranks = {name: _ranks(values_S) for name, values_S in found.items()}
+    ranks = {name: _ranks(values_S[is_shared_S]) for name, values_S in found.items()}
     return Comparison(
         estimators=estimators,
         rank_correlation={
             one: {other: _correlation(ranks[one], ranks[other]) for other in ranks} for one in ranks
         },
-        groups=_groups(groups, found, places),
+        groups=_groups(groups, found, places, results),
         steps=[
             ComparedStep(
                 group=_shown(one),
@@ -171,7 +174,10 @@ def compare(entries: Mapping[str, Entry]) -> Comparison:
                 call_id=step.call_id,
                 step_index=step.step_index,
                 return_=float(one.total_reward or 0.0),
-                advantages={name: float(values_S[number]) for name, values_S in found.items()},
+                advantages={
+                    name: float(values_S[number]) if np.isfinite(values_S[number]) else None
+                    for name, values_S in found.items()
+                },
             )
             for number, (one, step) in enumerate(places)
         ],
@@ -182,7 +188,8 @@ Places = Sequence[tuple[Trajectory, Step]]
 
 
 def _settings(config: CreditConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in sorted(config.settings_used())}
+    used = config.settings_used()
+    return {one.name: getattr(config, one.name) for one in fields(config) if one.name in used}
 
 
 def _key(one: Trajectory, step: Step) -> tuple[str, str]:
@@ -196,13 +203,15 @@ def _shown(one: Trajectory) -> str:
 def _compared(
     name: str, entry: Entry, result: CreditResult, values_S: Floats, places: Places
 ) -> ComparedEstimator:
-    sizes_S, squares = np.abs(values_S), float((values_S**2).sum())
+    own_S = values_S[np.isfinite(values_S)]
+    sizes_S, squares = np.abs(own_S), float((own_S**2).sum())
+    credited = {group_of(one) for (one, _), a in zip(places, values_S, strict=True) if a and np.isfinite(a)}
     return ComparedEstimator(
         name=name,
         settings=_settings(entry[0]),
-        informative_groups=len({group_of(one) for (one, _), a in zip(places, values_S, strict=True) if a}),
-        nonzero_share=float((values_S != 0).mean()) if len(values_S) else None,
-        abs_mean=float(sizes_S.mean()) if len(values_S) else None,
+        informative_groups=len(credited),
+        nonzero_share=float((own_S != 0).mean()) if len(own_S) else None,
+        abs_mean=float(sizes_S.mean()) if len(own_S) else None,
         effective_steps=float(sizes_S.sum()) ** 2 / squares if squares else None,
         noise=_noise(entry, values_S, places),
         diagnostics=result.diagnostics,
@@ -228,7 +237,11 @@ def _noise(entry: Entry, values_S: Floats, places: Places) -> float | None:
         if len(ids) >= 3
         for number, rollout_id in enumerate(ids)
     }
-    own = [number for number, (one, _) in enumerate(places) if one.rollout_id in fold_of]
+    own = [
+        number
+        for number, (one, _) in enumerate(places)
+        if one.rollout_id in fold_of and np.isfinite(values_S[number])
+    ]
     if not own:
         return None
     folds = max(of for _, of in fold_of.values())
@@ -239,7 +252,8 @@ def _noise(entry: Entry, values_S: Floats, places: Places) -> float | None:
         for column, number in enumerate(own):
             mine, of = fold_of[places[number][0].rollout_id]
             if mine != fold < of:  # a fold beyond those of its group leaves nobody of it out
-                again_FS[fold, column] = found[_key(*places[number])]
+                # What is filtered out without somebody has no advantage then: 0, as what is wasted.
+                again_FS[fold, column] = found[_key(*places[number])] or 0.0
     m_S = np.isfinite(again_FS).sum(axis=0)
     variances_S = (m_S - 1) * np.nanvar(again_FS, axis=0)
     size = float((values_S[own] ** 2).mean())
@@ -247,7 +261,10 @@ def _noise(entry: Entry, values_S: Floats, places: Places) -> float | None:
 
 
 def _groups(
-    groups: Mapping[str, Sequence[Trajectory]], found: Mapping[str, Floats], places: Places
+    groups: Mapping[str, Sequence[Trajectory]],
+    found: Mapping[str, Floats],
+    places: Places,
+    results: Mapping[str, CreditResult],
 ) -> list[ComparedGroup]:
     own: dict[str, list[int]] = {name: [] for name in groups}
     for number, (one, _) in enumerate(places):
@@ -256,16 +273,20 @@ def _groups(
     for name, members in groups.items():
         returns = [float(one.total_reward) for one in members if one.total_reward is not None]
         wasted = {
-            estimator: _why(returns) for estimator, values_S in found.items() if not values_S[own[name]].any()
+            estimator: _why(returns, [results[estimator].left_out.get(one.rollout_id) for one in members])
+            for estimator, values_S in found.items()
+            if not np.nan_to_num(values_S[own[name]]).any()
         }
         steps = sum(len(one.steps) for one in members)
         compared.append(ComparedGroup(_shown(members[0]), len(members), steps, returns, wasted))
     return compared
 
 
-def _why(returns: Sequence[float]) -> str:
+def _why(returns: Sequence[float], left_out: Sequence[str | None]) -> str:
     if not returns:
         return NO_REWARD
+    if None not in left_out:
+        return "; ".join(dict.fromkeys(map(str, left_out)))
     if len(returns) == 1:
         return ALONE
     return EQUAL if min(returns) == max(returns) else NOT_BETWEEN

@@ -11,7 +11,7 @@ import tomllib
 import typing
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, Final, cast
 
 from spangrad.credit.assign import CreditConfig, Episode, StepName
@@ -52,7 +52,7 @@ def parsed(text: str, base: Mapping[str, Any] | None = None) -> CreditConfig:
     named: dict[str, Any] = {"episode": episode, "step": step}
     around = _around(named, base or {})
     try:
-        used = CreditConfig(**around | named).settings_used().difference(*_AROUND)
+        used = _used({**(base or {}), **own, **named}).difference(*_AROUND)
         inherited = {name: value for name, value in (base or {}).items() if name in used}
         return CreditConfig(**around | inherited | own | named)
     except ConfigError as error:
@@ -75,6 +75,14 @@ def spelled(config: CreditConfig) -> str:
 def is_both(step: str) -> bool:
     """Whether a step term brings its own episode term along, as `gigpo_as_published` does."""
     return step in BOTH_TERMS
+
+
+def _used(values: Mapping[str, Any]) -> frozenset[str]:
+    """What a config of these values uses, which may have values that it would refuse for being unused."""
+    draft = object.__new__(CreditConfig)
+    for name, value in {**asdict(CreditConfig()), **values}.items():
+        object.__setattr__(draft, name, value)
+    return draft.settings_used()
 
 
 def _around(named: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:

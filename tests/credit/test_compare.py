@@ -118,6 +118,19 @@ def test_an_estimator_that_lacks_something_is_refused_and_the_others_compared() 
         compared(batch, "opo")
 
 
+def test_what_one_estimator_filters_out_the_others_keep() -> None:
+    batch = [*MIXED, *(rollout(f"o{n}", "other", 1.0, "s") for n in range(2))]
+    filtering = CreditConfig(filters=("zero_spread",))
+    found = compare({"all": (parsed("grpo"), batch), "some": (filtering, batch)})
+    kept, gone = found.groups
+    assert not kept.wasted
+    assert gone.wasted["all"] == EQUAL
+    assert "filter" in gone.wasted["some"]
+    assert found.steps[-1].advantages == {"all": 0.0, "some": None}
+    assert [one.nonzero_share for one in found.estimators] == [0.8, 1.0]
+    assert found.rank_correlation["all"]["some"] == pytest.approx(1.0)
+
+
 def test_settings_shown_are_those_that_are_used() -> None:
     found = compare({"mine": (CreditConfig("rloo", "leave_one_out_to_go", gamma=0.5), MIXED)})
     assert found.estimators[0].settings["gamma"] == 0.5

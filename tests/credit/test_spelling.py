@@ -35,6 +35,13 @@ def test_settings_of_a_config_hold_for_the_terms_that_use_them() -> None:
     assert parsed("rloo+gigpo:gamma=1", base) == CreditConfig("rloo", "gigpo", gamma=1.0, eps=1e-3)
 
 
+def test_settings_that_need_each_other_are_inherited_together() -> None:
+    shaping: dict[str, Any] = {"shaping": "potential", "scores": "reward:progress"}
+    base = {**shaping, "anchors": "similar", "similarity": 0.9}
+    assert parsed("gigpo", base) == CreditConfig("none", "gigpo", **base)
+    assert parsed("leave_one_out_to_go", base) == CreditConfig("none", "leave_one_out_to_go", **shaping)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

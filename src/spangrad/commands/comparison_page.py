@@ -156,11 +156,14 @@ def _correlations(found: "Comparison", names: Sequence[str]) -> str:
 def _side_by_side(found: "Comparison", names: Sequence[str]) -> list[str]:
     """Groups by their largest disagreement; in each its rollouts and steps in order."""
     largest = {
-        name: max((abs(step.advantages[name]) for step in found.steps), default=0.0) or 1.0 for name in names
+        name: max((abs(step.advantages[name] or 0.0) for step in found.steps), default=0.0) or 1.0
+        for name in names
     }
     order = list(dict.fromkeys(step.group for _, step in found.disagreements()))
     place = {group: number for number, group in enumerate(order)}
-    steps = sorted(found.steps, key=lambda step: place.get(step.group, 0))  # stable: rollouts stay in order
+    steps = sorted(
+        found.steps, key=lambda step: place.get(step.group, len(place))
+    )  # stable: rollouts stay in order
     about = (
         "Bars are of each estimator's largest advantage; groups whose ranks are farthest apart come first."
     )
@@ -186,6 +189,9 @@ def _step_row(step: "ComparedStep", names: Sequence[str], largest: Mapping[str, 
     ]
     for name in names:
         value = step.advantages[name]
+        if value is None:
+            cells.append('<td class="number">left out</td>')
+            continue
         reach = 50 * max(-1.0, min(1.0, value / largest[name]))
         start, end, color = (50, 50 + reach, "--up") if reach >= 0 else (50 + reach, 50, "--down")
         tint = (
