@@ -26,6 +26,7 @@ from spangrad.trainer.learning.monitors import Totals
 from spangrad.trainer.learning.objective import batch_loss
 from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.learning.packing import pack
+from spangrad.trainer.loop import checked_books
 
 GOLDEN = (0.4, 0.9, 1.1, 2.5, 6.0)
 RATIO_OBJECTIVES = sorted(name for name, objective in OBJECTIVES.items() if objective.uses_ratio)
@@ -248,6 +249,8 @@ def test_a_learner_applies_every_correction(updated):
         trained, dropped = metrics["data/trained_tokens"], metrics["correction/dropped_tokens"]
         assert trained + dropped == without["data/trained_tokens"]
         assert (dropped > 0) == (f"correction/{name}" in metrics)
+        assert metrics.get("dropped/left_out_by_a_correction", 0) == dropped
+        checked_books(metrics | {"data/sampled_tokens": without["data/trained_tokens"]}, where="here")
         if name == "token_tis":
             base, _ = updated()
 

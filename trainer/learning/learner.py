@@ -185,7 +185,9 @@ class Learner:
         )
         for name, value in metrics.items():
             totals.add_sum(name, value)
-        return replace(selection, rows=tuple(corrected))
+        left_out = {"left out by a correction": int(metrics["correction/dropped_tokens"])}
+        dropped = dict(selection.dropped_tokens) | (left_out if any(left_out.values()) else {})
+        return replace(selection, rows=tuple(corrected), dropped_tokens=dropped)
 
     def _accumulate(
         self,
