@@ -63,7 +63,7 @@ def bench_packing(*, rollouts: int = 2, blocks: int = 3) -> list[Figure]:
         make_model(hidden=192, layers=4).save_pretrained(folder)
         alone = LearnerConfig(model_path=folder, packing="padded", max_tokens_per_microbatch=1, lr=1e-6)
         alone = replace(alone, kl_monitor_rows=0)
-        packed = replace(alone, packing="auto", max_tokens_per_microbatch=8192)
+        packed = replace(alone, packing="auto", max_tokens_per_microbatch=4096)
         found = {config.packing: Learner(config).update(rows) for config in (alone, packed)}
         unique, total = (found[name]["data/forward_tokens"] for name in ("auto", "padded"))
         measured, baseline = (("s", partial(_seconds, Learner(config), rows)) for config in (packed, alone))
