@@ -13,6 +13,7 @@ from tests.bench.benches import BENCHES
 from tests.bench.estimator_benches import bench_estimators
 from tests.bench.figures import Figure, show_figures
 from tests.bench.large_store import bench_large
+from tests.bench.learner import bench_dense
 from tests.bench.packing import bench_packing
 from tests.bench.pairs import Pair, show
 from tests.bench.store_benches import bench_floor, bench_growth, bench_ingest
@@ -40,6 +41,7 @@ def main() -> None:
         "ingest": partial(bench_ingest, options.agl_03),
         "growth": bench_growth,
         "floor": bench_floor,
+        "dense": bench_dense,
         "estimators": bench_estimators,
         "trees": partial(bench_trees, options.agl_03, options.agl_verl),
         "packing": bench_packing,
@@ -73,6 +75,7 @@ FIGURES = (
     "ingest",
     "growth",
     "floor",
+    "dense",
     "estimators",
     "trees",
     "packing",

@@ -97,6 +97,7 @@ def test_values_and_gradients_are_those_of_the_plain_computation(
         compute_dtype=torch.float32,
         entropy=entropy,
         chunk_logits=chunk_logits,
+        kept_logits=3 * chunk_logits,
     )
     assert torch.allclose(logprobs_M, expected_M, rtol=1e-12)
     # Not linear, so that the gradient of every target depends on its value.
@@ -155,6 +156,7 @@ def test_no_tensor_is_larger_than_a_chunk_or_the_weights(entropy: Entropy, froze
             compute_dtype=torch.float32,
             entropy=entropy,
             chunk_logits=chunk,
+            kept_logits=2 * chunk,
         )
         loss = logprobs_M.sum() + (entropy_M.sum() if entropy == "grad" and entropy_M is not None else 0.0)
         loss.backward()

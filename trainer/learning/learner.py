@@ -91,8 +91,9 @@ class Learner:
         self.model = load_model(config.model_path, device=self.device)
         self._packer = Packer(config, self.model)
         self._head = head_form(self.model)
-        compares = config.uses_ratio or OBJECTIVES[config.objective].compares_sequences
-        needs_reference = compares or config.kl_coef > 0
+        is_monitored = config.uses_ratio and config.kl_monitor_rows > 0
+        compares = OBJECTIVES[config.objective].compares_sequences or config.kl_coef > 0
+        needs_reference = compares or is_monitored
         self._reference: PreTrainedModel | None = None
         if config.lora_rank:
             add_adapter(

@@ -5,7 +5,8 @@ Knows: hidden states, an output layer, targets. Does not know: what is before th
 Shape letters: M targets, C targets of one chunk, H hidden, V vocabulary.
 
 Invariants:
-* no tensor has more than `CHUNK_LOGITS` logits (or one target's, if that is more), forward or backward;
+* no tensor has more than `CHUNK_LOGITS` logits (or one target's, if that is more), forward or backward, and no
+  more than `KEPT_LOGITS` are kept from the one to the other, whatever the targets and the vocabulary;
 * values and gradients are those of the whole computation at once, whatever the chunks are;
 * bfloat16 multiplies matrices, no more: temperature, softmax and entropy are float32 (or a model's float64).
 """
@@ -24,6 +25,8 @@ Entropy = Literal["none", "value", "grad"]
 
 CHUNK_LOGITS = 2**23
 """Logits in one chunk: 32 MiB in float32, which a cache can hold and a matrix product can use."""
+KEPT_LOGITS = 2**25
+"""Logits that are kept for the backward pass, 128 MiB in float32; those of the other chunks are made again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ def stats_of_targets(
     compute_dtype: torch.dtype,
     entropy: Entropy = "none",
     chunk_logits: int = CHUNK_LOGITS,
+    kept_logits: int = KEPT_LOGITS,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of every target, and the entropy of the distribution that it comes from.
 
@@ -85,8 +89,8 @@ def stats_of_targets(
         d log p_t / dz = 1_t - p;           dH / dz = -p (log p + H)
 
     The output layer runs chunk by chunk, and again in the backward pass, which knows how much each target
-    weighs in the loss. Where all targets are one chunk, its logits are kept; where the output layer is
-    frozen (LoRA), the forward pass already makes `d log p_t / dh`: neither needs the second run.
+    weighs in the loss. The logits of the first chunks are kept, and where the output layer is frozen (LoRA)
+    the forward pass already makes `d log p_t / dh`: neither needs the second run.
 
     Args:
         hidden_MH: Hidden state that predicts each target. A position with several targets comes several
@@ -98,6 +102,7 @@ def stats_of_targets(
         compute_dtype: bfloat16 to multiply matrices in it; anything else: in the weight's own.
         entropy: `none`, `value` (no gradient) or `grad`.
         chunk_logits: Most logits at a time; changes no number but rounding.
+        kept_logits: Most logits to keep for the backward pass.
 
     Returns:
         Nats, shapes (M,), float32 or the weight's float64; no entropy for `none`. Without targets both
@@ -105,7 +110,15 @@ def stats_of_targets(
     """
     dtype = compute_dtype if compute_dtype == torch.bfloat16 else layer.weight.dtype
     stats: tuple[Tensor, Tensor | None] = _Stats.apply(  # type: ignore[no-untyped-call]
-        hidden_MH, layer.weight, layer.bias, targets_M, temperatures_M, form, dtype, entropy, chunk_logits
+        hidden_MH,
+        layer.weight,
+        layer.bias,
+        targets_M,
+        temperatures_M,
+        form,
+        dtype,
+        entropy,
+        (chunk_logits, kept_logits),
     )
     return stats
 
@@ -133,6 +146,7 @@ class _Chunks:
         self.form: HeadForm = ctx.form
         self.dtype = torch.float64 if ctx.dtype == torch.float64 else torch.float32
         self.size = max(1, min(len(hidden_MH), ctx.chunk_logits // len(weight_VH)))
+        self.logits_of_one = self.size * len(weight_VH)
         self._buffers: dict[str, Tensor] = {}
 
     def parts(self) -> list[slice]:
@@ -146,10 +160,11 @@ class _Chunks:
             self._buffers[name] = self.weight_VH.new_empty(shape, dtype=dtype or self.dtype)
         return self._buffers[name][:rows]
 
-    def logits(self, part: slice, temperatures_M: Tensor | None) -> Tensor:
-        """The logits `z` of a part."""
+    def logits(self, part: slice, temperatures_M: Tensor | None, *, is_kept: bool = False) -> Tensor:
+        """The logits `z` of a part, in a place of their own if they are to be kept."""
         hidden_CH, weight_HV = self.hidden_MH[part], self.weight_VH.t()
-        z_CV = self.buffer("logits", len(hidden_CH))
+        shape = (len(hidden_CH), len(self.weight_VH))
+        z_CV = hidden_CH.new_empty(shape, dtype=self.dtype) if is_kept else self.buffer("logits", shape[0])
         is_cast = self.weight_VH.dtype != self.dtype
         output_CV = self.buffer("output", len(hidden_CH), self.weight_VH.dtype) if is_cast else z_CV
         if self.bias_V is None:
@@ -201,32 +216,34 @@ class _Stats(torch.autograd.Function):
         form: HeadForm,
         dtype: torch.dtype,
         entropy: Entropy,
-        chunk_logits: int,
+        limits: tuple[int, int],
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.form, ctx.dtype, ctx.chunk_logits = form, dtype, chunk_logits
+        ctx.form, ctx.dtype, (ctx.chunk_logits, kept_logits) = form, dtype, limits
         chunks = _Chunks(ctx, hidden_MH, weight_VH, bias_V)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         is_frozen = not needs_weight and not needs_bias and entropy != "grad"
         slopes_MH = torch.empty_like(chunks.hidden_MH) if is_frozen and needs_hidden else None
         logprobs_M = hidden_MH.new_empty(len(hidden_MH), dtype=chunks.dtype)
         entropy_M = None if entropy == "none" else torch.empty_like(logprobs_M)
-        z_CV = None
+        keeps = slopes_MH is None and any(ctx.needs_input_grad)
+        kept: list[Tensor] = []
         for part in chunks.parts():
-            z_CV = chunks.logits(part, temperatures_M)
+            is_kept = keeps and (len(kept) + 1) * chunks.logits_of_one <= kept_logits
+            z_CV = chunks.logits(part, temperatures_M, is_kept=is_kept)
+            if is_kept:
+                kept.append(z_CV)
             log_p_CV = torch.log_softmax(z_CV, -1, out=chunks.buffer("logprobs", len(z_CV)))
             logprobs_M[part] = log_p_CV.gather(1, targets_M[part, None]).squeeze(1)
             if entropy_M is not None:
                 p_CV = torch.softmax(z_CV, -1, out=chunks.buffer("probabilities", len(z_CV)))
-                entropy_M[part] = -torch.linalg.vecdot(p_CV, log_p_CV)
+                entropy_M[part] = p_CV.mul_(log_p_CV).sum(-1).neg_()
             if slopes_MH is not None:  # d log p_t / dh
                 temperatures_C = None if temperatures_M is None else temperatures_M[part]
                 ones_C = torch.ones_like(logprobs_M[part])
                 y_grads_CV = chunks.gradients(z_CV, targets_M[part], temperatures_C, ones_C)
                 torch.mm(y_grads_CV, chunks.weight_VH, out=slopes_MH[part])
-        keeps_logits = slopes_MH is None and any(ctx.needs_input_grad) and chunks.size == len(hidden_MH)
-        kept_MV = z_CV if keeps_logits else None
         ctx.save_for_backward(
-            hidden_MH, weight_VH, bias_V, targets_M, temperatures_M, entropy_M, slopes_MH, kept_MV
+            hidden_MH, weight_VH, bias_V, targets_M, temperatures_M, entropy_M, slopes_MH, *kept
         )
         ctx.set_materialize_grads(False)
         if entropy == "value":
@@ -236,7 +253,7 @@ class _Stats(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, logprob_grads_M: Tensor | None, entropy_grads_M: Tensor | None) -> Any:
-        hidden_MH, weight_VH, bias_V, targets_M, temperatures_M, entropy_M, slopes_MH, kept_MV = (
+        hidden_MH, weight_VH, bias_V, targets_M, temperatures_M, entropy_M, slopes_MH, *kept = (
             ctx.saved_tensors
         )
         if logprob_grads_M is None:
@@ -249,8 +266,8 @@ class _Stats(torch.autograd.Function):
         hidden_grads_MH = torch.zeros_like(chunks.hidden_MH) if is_needed[0] else None
         weight_grads_VH = torch.zeros_like(weight_VH) if is_needed[1] else None
         bias_grads_V = torch.zeros_like(bias_V) if is_needed[2] else None
-        for part in chunks.parts():
-            z_CV = chunks.logits(part, temperatures_M) if kept_MV is None else kept_MV
+        for place, part in enumerate(chunks.parts()):
+            z_CV = kept[place] if place < len(kept) else chunks.logits(part, temperatures_M)
             y_grads_CV = chunks.gradients(
                 z_CV,
                 targets_M[part],
