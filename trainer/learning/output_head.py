@@ -5,8 +5,8 @@ Knows: hidden states, an output layer, targets. Does not know: what is before th
 Shape letters: M targets, C targets of one chunk, H hidden, V vocabulary.
 
 Invariants:
-* no tensor has more than `CHUNK_LOGITS` logits (or one target's, if that is more), forward or backward, and no
-  more than `KEPT_LOGITS` are kept from the one to the other, whatever the targets and the vocabulary;
+* no tensor has more than `CHUNK_LOGITS` logits (or one target's, if that is more), forward or backward, and
+  no more than `KEPT_LOGITS` are kept from the one to the other, whatever the targets and the vocabulary;
 * values and gradients are those of the whole computation at once, whatever the chunks are;
 * bfloat16 multiplies matrices, no more: temperature, softmax and entropy are float32 (or a model's float64).
 """
@@ -26,7 +26,7 @@ Entropy = Literal["none", "value", "grad"]
 CHUNK_LOGITS = 2**23
 """Logits in one chunk: 32 MiB in float32, which a cache can hold and a matrix product can use."""
 KEPT_LOGITS = 2**25
-"""Logits that are kept for the backward pass, 128 MiB in float32; those of the other chunks are made again."""
+"""Logits that are kept for the backward pass, 128 MiB in float32; those of other chunks are made again."""
 
 
 @dataclass(frozen=True, slots=True)
