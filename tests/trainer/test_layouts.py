@@ -192,7 +192,7 @@ def test_what_is_not_trained_changes_no_loss_and_no_gradient():
 
 def test_the_layout_is_chosen_by_the_tokens_that_each_computes():
     sharing = [make_row(1, tokens=40), replace(make_row(1, tokens=40), rollout_id="other")]
-    alike = [make_row(seed, tokens=40) for seed in range(4)]
+    alike = [trained([*range(3 + number, 43 + number)], 39) for number in range(4)]
     ragged = [make_row(seed, tokens=tokens) for seed, tokens in enumerate((90, 20, 22, 24))]
     for rows, layout in ((sharing, "tree"), (alike, "padded"), (ragged, "varlen")):
         assert {batch.layout for batch in laid_out(rows, "auto")} == {layout}

@@ -92,3 +92,11 @@ def test_cloning_packs_too(llama):
     found = {packing: learner(llama, packing=packing).fit_bc(ROWS, 3, 4) for packing in ("padded", "tree")}
     assert found["tree"]["loss/bc"] == pytest.approx(found["padded"]["loss/bc"], rel=1e-4)
     assert found["tree"]["data/forward_tokens"] < found["padded"]["data/forward_tokens"]
+
+
+@pytest.mark.parametrize("more", [{"gradient_checkpointing": True}, {"lora_rank": 2}, {"dtype": "bfloat16"}])
+def test_packs_go_with_what_saves_memory(llama, more):
+    norms = [
+        learner(llama, packing=packing, **more).update(ROWS)["grad/norm"] for packing in ("tree", "padded")
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=0.05 if "dtype" in more else 1e-4)
