@@ -171,7 +171,7 @@ def prepare(options: DemoOptions) -> Prepared:
     example = _example_folder(options.example)
     folder = _new_folder(Path(options.folder).resolve())
     warm, unchanged, config = _load(example, options, folder)
-    stack = _stack(config, folder, options)
+    stack = _stack(config, warm, folder, options)
     keys = RunKeys.of(stack.keys)
     config, unchanged = _with_addresses(config, stack), _with_addresses(unchanged, stack)
     return Prepared(folder, example, warm, config, unchanged, stack, keys)
@@ -268,7 +268,7 @@ def _of_seed(config: TrainConfig, options: DemoOptions) -> TrainConfig:
     return dataclasses.replace(config, eval=evaluation)
 
 
-def _stack(config: TrainConfig, folder: Path, options: DemoOptions) -> Stack:
+def _stack(config: TrainConfig, warm: WarmStartConfig, folder: Path, options: DemoOptions) -> Stack:
     return Stack(
         UpConfig(
             model=None,
@@ -278,6 +278,7 @@ def _stack(config: TrainConfig, folder: Path, options: DemoOptions) -> Stack:
             gateway_port=free_port(),
             engine_port=free_port(),
             served_name=config.serving.served_name,
+            max_model_len=warm.max_length,
             max_num_seqs=max(8, config.agent.concurrency * config.agent.workers),
             raw_log=str(folder / "engine_replies.jsonl") if options.keep_raw else None,
         )

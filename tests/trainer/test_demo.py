@@ -68,3 +68,8 @@ def test_changes_are_of_training_alone_and_leave_the_warm_start_as_it_is(tmp_pat
 def test_changes_that_a_demo_can_not_follow_are_refused(tmp_path, change, reason):
     with pytest.raises(ConfigError, match=reason):
         prepare(DemoOptions(example=LAKE, folder=str(tmp_path), changes=[change]))
+
+
+def test_the_engine_is_asked_for_no_longer_conversations_than_the_policy_was_made_for(tmp_path):
+    prepared = prepare(DemoOptions(example=LAKE, folder=str(tmp_path)))
+    assert prepared.stack.config.max_model_len == prepared.warm.max_length == 128

@@ -70,10 +70,13 @@ def test_successes_are_counted_by_length_update_and_how_they_were_sampled(tmp_pa
         "lake-eval-before-greedy-v00000-0000": (6, 1.0),
         "lake-eval-after-sampled-v00004-0000": (10, None),  # no reward: no success, but a rollout
         "lake-eval-between-v00002-0001": (10, 1.0),
+        "lake-eval-between-v00004-0000": (10, 1.0),
+        "lake-eval-after-greedy-v00004-0000": (10, 0.0),  # the same task and policy: counted once
         "expert-abc-00001": (6, 1.0),
     }
     with FileStore(tmp_path / "store.duckdb") as store:
-        store.enqueue([Rollout(name, task={"shortest": shortest}) for name, (shortest, _) in told.items()])
+        for name, (shortest, _) in told.items():
+            store.enqueue([Rollout(name, task={"task_id": name[-4:], "shortest": shortest})])
         for rollout in store.claim(worker="w", limit=len(told)):
             store.finish(rollout.rollout_id, rollout.attempt)
         given = [Reward(name, value) for name, (_, value) in told.items() if value is not None]
@@ -83,6 +86,7 @@ def test_successes_are_counted_by_length_update_and_how_they_were_sampled(tmp_pa
         {"update": 0, "how": "greedy", "by": {"6": [1, 1]}},
         {"update": 2, "how": "greedy", "by": {"10": [1, 1]}},
         {"update": 3, "how": "train", "by": {"6": [1, 2], "10": [1, 1]}},
+        {"update": 4, "how": "greedy", "by": {"10": [1, 1]}},
         {"update": 4, "how": "sampled", "by": {"10": [0, 1]}},
     ]
 
