@@ -212,7 +212,8 @@ class Run:
         metrics["rollout/excluded"] = float(len(failed))
         self._probe_rows = list(batch.rows[:4])
         self._probe_before = call(self.learner.score, [_whole(row) for row in self._probe_rows])
-        metrics |= call(self.learner.update, batch.rows, policy_version=self.policy_version)
+        learnt = call(self.learner.update, batch.rows, policy_version=self.policy_version)
+        metrics |= with_reasons_of_both(metrics, learnt)
         metrics |= checked_books(metrics, where=f"update {self.update_index}")
         metrics["time/update_s"] = time.monotonic() - started
         update = Update(
@@ -357,6 +358,14 @@ def batch_metrics(batch: CreditedBatch) -> Metrics:
     metrics["data/refused_calls"] = float(len(batch.refused))
     metrics["data/sampled_tokens"] = float(batch.sampled_tokens)
     return metrics | dropped_metrics(dropped_tokens(batch.refused))
+
+
+def with_reasons_of_both(credited: Metrics, learnt: Metrics) -> Metrics:
+    """What a learner says, with what credit dropped for a reason of the same name added."""
+    return {
+        name: value + (credited.get(name, 0.0) if name.startswith("dropped/") else 0.0)
+        for name, value in learnt.items()
+    }
 
 
 def checked_books(metrics: Metrics, *, where: str) -> Metrics:

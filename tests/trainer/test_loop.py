@@ -29,7 +29,7 @@ from spangrad.trainer.crediting import Crediting
 from spangrad.trainer.learning.checkpoint import Checkpoint, save_checkpoint
 from spangrad.trainer.learning.learner import Learner
 from spangrad.trainer.learning.learner_config import LearnerConfig
-from spangrad.trainer.loop import Run, batch_metrics, checked_books
+from spangrad.trainer.loop import Run, batch_metrics, checked_books, with_reasons_of_both
 from spangrad.trainer.preference_config import PreferenceConfig
 from spangrad.trainer.resuming import continues
 from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, update_rollouts, worker_config
@@ -360,3 +360,11 @@ def test_what_a_killed_process_held_is_waited_for_and_said_once(config, tmp_path
     )
     assert re.search(r"leases run out in at most [1-9]\d* s and they are run again$", line)
     assert [rollout.rollout_id for rollout in ended] == [rollout.rollout_id for rollout in rollouts]
+
+
+def test_tokens_that_credit_and_learner_drop_for_reasons_of_one_name_are_added() -> None:
+    credited = {"dropped/zero_weight": 3.0, "dropped/judge": 2.0, "data/sampled_tokens": 15.0}
+    learnt = {"dropped/zero_weight": 1.0, "data/trained_tokens": 9.0}
+    metrics = credited | with_reasons_of_both(credited, learnt)
+    assert metrics["dropped/zero_weight"] == 4.0
+    assert checked_books(metrics, where="update 0") == {"data/dropped_tokens": 6.0}
