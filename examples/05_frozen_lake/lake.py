@@ -1,8 +1,8 @@
 """A frozen lake: a square of ice with holes, a start and a goal in opposite corners.
 
-Nothing is random once a lake is drawn. A move goes where it says; against the shore it goes nowhere; who
-falls into a hole is pulled out and begins again at the start, and the move is spent. A walk has three times
-the moves of the shortest way.
+Nothing is random once a lake is drawn. A move goes where it says; against the shore, and where it is no
+move at all, it goes nowhere; who falls into a hole is pulled out and begins again at the start. A walk has
+three times the moves of the shortest way, and whatever is tried is one of them.
 
 A walker sees the four cells around and knows where the goal lies, no more. `draw_lake` makes lakes where
 that is enough: from every cell that a careful walk towards the goal reaches, some move towards the goal
@@ -66,11 +66,9 @@ class Lake:
         return _ways(cell, self.goal)
 
     def step(self, cell: Cell, move: str) -> Cell:
-        """The cell where a move ends.
-
-        Raises:
-            KeyError: There is no such move.
-        """
+        """The cell where a move ends."""
+        if move not in MOVES:
+            return cell
         there = _beside(cell, move)
         return {"shore": cell, "hole": self.start}.get(self.kind(there), there)
 
@@ -81,11 +79,7 @@ class Lake:
         return f"row {cell[0] + 1} column {cell[1] + 1}; goal {goal}; {around}"
 
     def is_crossed(self, moves: Sequence[str]) -> bool:
-        """Whether moves lead from the start to the goal before too many are made.
-
-        Raises:
-            KeyError: There is no such move.
-        """
+        """Whether moves lead from the start to the goal before too many are made."""
         cell = self.start
         for move in moves[: self.moves_allowed]:
             cell = self.step(cell, move)

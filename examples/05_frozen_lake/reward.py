@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lake import MOVES, Lake
+from lake import Lake
 
 
 def reward(task: Mapping[str, Any], output: Mapping[str, Any]) -> float:
@@ -14,6 +14,6 @@ def reward(task: Mapping[str, Any], output: Mapping[str, Any]) -> float:
         output: What `agent.run` returned.
     """
     moves = output.get("moves")
-    if not isinstance(moves, list) or any(move not in list(MOVES) for move in moves):
+    if not isinstance(moves, list) or not all(isinstance(move, str) for move in moves):
         return 0.0
     return float(Lake(task["lake"]).is_crossed(moves))
