@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from spangrad.credit.transition import Transition
 from spangrad.errors import ConfigError, PolicyError
-from spangrad.trainer.learning.checkpoint import latest
+from spangrad.trainer.learning.checkpoint import latest, load_checkpoint
 from spangrad.trainer.learning.learner import Learner
 from spangrad.trainer.learning.learner_config import LearnerConfig
+from spangrad.trainer.learning.lora import base_digest
 from spangrad.trainer.learning.model import checkpoint_layers
 
 ROWS = [make_row(seed, tokens=12 + 3 * seed) for seed in range(4)]
@@ -128,6 +129,20 @@ def test_every_setting_changes_the_training_and_no_checkpoint_crosses_it(make_le
     with pytest.raises(PolicyError, match="can't change in the middle"):
         other.load(folder)
     assert torch.equal(scores(other), before)
+
+
+def test_no_adapter_is_resumed_beside_other_weights_than_it_was_trained_with(make_learner, tmp_path):
+    learner = trained(make_learner(), 1)
+    folder = learner.save(tmp_path / "checkpoints", record=None)
+    assert load_checkpoint(folder).counters["adapter_base"] == base_digest(make_learner().model)
+    learner.export_model(tmp_path / "merged")  # same names, same shapes
+    other = make_learner(model_path=str(tmp_path / "merged"))
+    before = scores(other)
+    with pytest.raises(PolicyError, match=r"adapters to weights with hash '\w+', those of '.*merged' have"):
+        other.load(folder)
+    assert torch.equal(scores(other), before)
+    full = make_learner(lora_rank=0)  # its checkpoints hold every weight
+    assert load_checkpoint(full.save(tmp_path / "full", record=None)).counters["adapter_base"] is None
 
 
 def test_what_makes_no_sense_is_refused(make_learner):

@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from spangrad.trainer.learning.checkpoint import Checkpoint, load_checkpoint, sa
 from spangrad.trainer.learning.corrections import correct
 from spangrad.trainer.learning.echo import with_observations
 from spangrad.trainer.learning.learner_config import LearnerConfig, scheduled_lr, update_lr
-from spangrad.trainer.learning.lora import adapter_off, add_adapter
+from spangrad.trainer.learning.lora import adapter_off, add_adapter, base_digest
 from spangrad.trainer.learning.model import (
     TargetStats,
     checkpoint_layers,
@@ -392,6 +392,7 @@ class Learner:
             "updates": self.updates,
             "optimizer_steps": self.optimizer_steps,
             "adapter": self._adapter(),
+            "adapter_base": self._adapter_base,
         }
         tensors = {
             "weights": resumable_tensors(self.model),
@@ -405,6 +406,11 @@ class Learner:
         config = self.config
         return [config.lora_rank, config.lora_alpha, list(config.lora_targets)] if config.lora_rank else None
 
+    @cached_property
+    def _adapter_base(self) -> str | None:
+        """Hash of the weights that a checkpoint's adapters must have been trained beside."""
+        return base_digest(self.model) if self.config.lora_rank else None
+
     def load(self, folder: str | Path) -> Any:
         """Continue from a checkpoint and return its record.
 
@@ -412,7 +418,7 @@ class Learner:
 
         Raises:
             StoreError: The checkpoint is torn or unreadable.
-            PolicyError: It belongs to another model.
+            PolicyError: It belongs to another model; nothing was changed.
         """
         checkpoint = load_checkpoint(folder)
         saved, own = checkpoint.counters.get("adapter"), self._adapter()
@@ -420,6 +426,13 @@ class Learner:
             raise PolicyError(
                 f"checkpoint {str(folder)!r} has {saved or 'no adapters'}, the learner {own or 'none'} "
                 "(learner.lora_rank, lora_alpha, lora_targets); they can't change in the middle of a run"
+            )
+        base = checkpoint.counters.get("adapter_base")
+        if base != self._adapter_base:
+            raise PolicyError(
+                f"checkpoint {str(folder)!r} has adapters to weights with hash {base!r}, those of "
+                f"{self.config.model_path!r} have {self._adapter_base!r}; go on from the folder that the run "
+                "started from, as it was then"
             )
         load_weights(self.model, checkpoint.tensors["weights"], where=f"checkpoint {str(folder)!r}")
         load_optimizer(self._optimizer, self.model, checkpoint.tensors["optimizer"])
