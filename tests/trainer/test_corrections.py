@@ -294,6 +294,15 @@ def test_an_objective_without_a_ratio_refuses_corrections():
 
 
 @pytest.mark.parametrize(
+    "settings", [{"kl_coef": 0.1, "kl_estimator": "k3_unbiased"}, {"log_ratio_coef": 0.1}]
+)
+def test_a_term_that_needs_the_policy_that_sampled_is_refused_where_proximal_replaces_it(settings):
+    LearnerConfig(**settings, correction=CorrectionConfig(token_band=(0.5, 5.0)))
+    with pytest.raises(ConfigError, match=r"needs the policy that sampled, .* puts .* in its place"):
+        LearnerConfig(**settings, correction=CorrectionConfig(proximal=True, token_tis=2.0))
+
+
+@pytest.mark.parametrize(
     ("rules", "reason"),
     [
         ({"token_tis": 2.0}, "token_tis needs proximal"),

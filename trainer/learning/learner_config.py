@@ -59,7 +59,8 @@ class LearnerConfig:
     max_ratio: float = 20.0
     """`dppo_tv`, `dppo_kl`: cap of the importance weight; above 1."""
     log_ratio_coef: float = 0.0
-    """Weight of the squared log-ratio to the policy that sampled; 0 or more."""
+    """Weight of the squared log-ratio to the policy that sampled; 0 or more. Not with `correction.proximal`,
+    which puts another in its place."""
     awr_beta: float = 1.0
     """`awr`: advantage that multiplies a token's weight by e; above 0."""
     awr_max_weight: float = 20.0
@@ -84,7 +85,8 @@ class LearnerConfig:
     kl_coef: float = 0.0
     """Weight of the penalty that holds the policy to its start; 0 or more."""
     kl_estimator: KlEstimator = "k2"
-    """Form of that penalty; `k3_unbiased` needs an objective with a ratio. See `losses.kl_penalty`."""
+    """Form of that penalty; `k3_unbiased` needs an objective with a ratio, and not
+    `correction.proximal`. See `losses.kl_penalty`."""
     epochs_per_update: int = 1
     """Passes over the rows of one update; 1 or more."""
     minibatches_per_update: int = 1
@@ -224,6 +226,15 @@ class LearnerConfig:
             raise ConfigError(
                 "learner.correction.token_tis gives the tokens of a sequence different weights, and gspo has "
                 "one ratio for all of them; choose sequence_tis, or objective 'gspo_token'"
+            )
+        needy = {
+            "log_ratio_coef": self.log_ratio_coef > 0,
+            "kl_estimator": self.kl_coef > 0 and self.kl_estimator == "k3_unbiased",
+        }
+        for name in (name for name, is_on in needy.items() if is_on and self.correction.proximal):
+            raise ConfigError(
+                f"learner.{name} = {getattr(self, name)!r} needs the policy that sampled, and "
+                "learner.correction.proximal puts the policy before the update in its place; choose one"
             )
         for name, why in self.settings_unused().items():
             if (value := getattr(self, name)) != defaults[name]:

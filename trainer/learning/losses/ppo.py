@@ -32,7 +32,7 @@ def ppo_clip_loss(
 
     Source: PPO, arXiv:1707.06347; the upper bound of its own, DAPO, arXiv:2503.14476; dual
     clip, arXiv:1912.09729. Differs: the learner takes the ratio to the behaviour policy unless
-    `learner.proximal` is on, so the clip also covers the engine-to-learner mismatch.
+    `learner.correction.proximal` is on, so the clip also covers the engine-to-learner mismatch.
 
     Args:
         policy_logprobs_BT: Under the weights being trained, nats, with gradient.
