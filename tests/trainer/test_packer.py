@@ -1,5 +1,6 @@
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ from tests.trainer.small_policy import make_model
 from transformers import AutoModelForCausalLM, BloomConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
 from spangrad.errors import ConfigError
+from spangrad.trainer.learning import packer, tree_attention
 from spangrad.trainer.learning.learner import Learner
 from spangrad.trainer.learning.learner_config import LearnerConfig
-from spangrad.trainer.learning.packable import packable
+from spangrad.trainer.learning.packable import Packable, packable
+from spangrad.trainer.learning.tree_attention import Tree
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -53,6 +56,51 @@ def test_a_model_that_takes_no_packs_is_padded_with_a_warning_and_refuses_what_i
     for packing in ("tree", "varlen"):
         with pytest.raises(ConfigError, match=rf"learner\.packing is '{packing}', but .* takes no packs"):
             learner(bloom, packing=packing)
+
+
+def test_packs_whose_gradient_is_not_that_of_separate_rows_are_refused(monkeypatch):
+    whole = tree_attention._part_backward
+    monkeypatch.setattr(
+        tree_attention, "_part_backward", lambda *parts: tuple(1.5 * part for part in whole(*parts))
+    )
+    assert packable(make_model()).masking == "mask"  # the next way to tell who sees whom
+    monkeypatch.setattr(Tree, "mask_PP", lambda self: torch.ones(12, 12, dtype=torch.bool).tril())
+    reason = packable(make_model()).reason
+    assert "segments: the gradient of packed rows is off by 0." in reason
+    assert "mask: logits of packed rows are off by" in reason
+
+
+def test_packs_are_tried_in_the_type_that_is_trained_in(monkeypatch, llama):
+    whole = tree_attention._part
+
+    def no_bfloat16(query, *more):
+        if query.dtype == torch.bfloat16:
+            raise RuntimeError("no kernel for bfloat16")
+        return whole(query, *more)
+
+    monkeypatch.setattr(tree_attention, "_part", no_bfloat16)
+    model = make_model()
+    assert packable(model).masking == "segments"
+    assert packable(make_model(), torch.bfloat16).masking == "mask"
+    assert all(weights.grad is None for weights in model.parameters())
+    learner(llama, packing="tree", dtype="bfloat16").update(ROWS)  # with the mask
+
+
+def test_auto_pads_on_a_gpu_where_packs_were_never_run_and_says_so(monkeypatch, caplog):
+    tried: list[Any] = []
+
+    def found(*asked):
+        tried.append(asked)
+        return Packable("flex")
+
+    monkeypatch.setattr(packer, "packable", found)
+    model: Any = SimpleNamespace(device=torch.device("cuda"), config=SimpleNamespace(pad_token_id=0))
+    with caplog.at_level(logging.WARNING):
+        chosen = packer.Packer(LearnerConfig(device="cuda"), model)
+    assert "not proven on a GPU; learner.packing = 'tree' tries them" in caplog.text
+    assert {batch.layout for batch in chosen.batches(ROWS)} == {"padded"} and not tried
+    asked = packer.Packer(LearnerConfig(device="cuda", packing="tree", dtype="bfloat16"), model)
+    assert {batch.layout for batch in asked.batches(ROWS)} == {"tree"} and tried == [(model, torch.bfloat16)]
 
 
 def test_rows_beyond_a_sliding_window_are_padded(tmp_path, caplog):

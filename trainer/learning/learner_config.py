@@ -101,7 +101,7 @@ class LearnerConfig:
     `varlen` (in one line, nothing shared, no padding), `padded`, or `auto`: what computes fewest tokens.
 
     Changes no number but rounding. A model that takes no packs gets `padded` from `auto`, with a warning,
-    and refuses the other two.
+    and refuses the other two. On a GPU `auto` pads, too: packs are not proven there.
     """
     gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass, which computes the layer again: changes no number,

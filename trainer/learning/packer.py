@@ -8,6 +8,7 @@ Invariant: a layout that was asked for is used or refused; only `auto` chooses, 
 import logging
 from collections.abc import Mapping, Sequence
 
+import torch
 from transformers import PreTrainedModel
 
 from spangrad.credit.transition import Transition
@@ -27,12 +28,21 @@ class Packer:
     def __init__(self, config: LearnerConfig, model: PreTrainedModel) -> None:
         """Find out what the model takes, unless rows are padded anyway; sets the model's attention.
 
+        On a GPU `auto` pads: no pack was ever trained on one, so that they are tried only when asked for.
+
         Raises:
             ConfigError: `packing` asks for packs, and the model takes none.
         """
         self._config = config
         self._said: set[str] = set()
-        self._packable = None if config.packing == "padded" else packable(model)
+        is_unproven = config.packing == "auto" and model.device.type == "cuda"
+        if is_unproven:
+            logger.warning(
+                "rows are padded, tokens that they share are computed again: packs are not proven on a GPU; "
+                "learner.packing = 'tree' tries them"
+            )
+        is_padded = is_unproven or config.packing == "padded"
+        self._packable = None if is_padded else packable(model, getattr(torch, config.dtype))
         pad = model.config.pad_token_id
         self._pad_token_id = pad if isinstance(pad, int) else 0
         if self._packable is not None and self._packable.masking is None:
