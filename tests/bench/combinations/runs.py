@@ -149,9 +149,6 @@ def in_order(found: Iterable[str]) -> list[str]:
     return sorted(found, key=lambda length: (len(length), length))
 
 
-_EVALUATION = re.compile(r"-eval-(?:before|between|after)(?:-greedy|(-sampled))?-v(\d{5})-")
-
-
 def _point(rollout: Rollout) -> tuple[int, str] | None:
     if found := re.search(r"-u(\d{5})", rollout.rollout_id):
         return int(found[1]), "train"
