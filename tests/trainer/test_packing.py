@@ -9,14 +9,8 @@ from hypothesis import strategies as st
 from tests.trainer.small_policy import make_row
 
 from spangrad.errors import CreditError, EmptyBatchError, GradeError, PolicyError
-from spangrad.trainer.learning.packing import (
-    bucketed_batches,
-    check_vocabulary,
-    data_metrics,
-    pack,
-    select_rows,
-    trimmed_length,
-)
+from spangrad.trainer.learning.packing import bucketed_batches, pack, trimmed_length
+from spangrad.trainer.learning.selection import check_vocabulary, data_metrics, select_rows
 
 
 @settings(max_examples=40)

@@ -11,7 +11,8 @@ from torch import Tensor
 from spangrad.credit.transition import Transition
 from spangrad.errors import CreditError
 from spangrad.trainer.learning.model import TargetStats
-from spangrad.trainer.learning.packing import Batch, row_name
+from spangrad.trainer.learning.packing import Batch
+from spangrad.trainer.learning.selection import row_name
 
 
 def with_observations(rows: Sequence[Transition]) -> list[Transition]:

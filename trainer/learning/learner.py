@@ -55,17 +55,9 @@ from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.learning.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 from spangrad.trainer.learning.output_head import Entropy, head_form
 from spangrad.trainer.learning.packer import Packer, count_batch, told
-from spangrad.trainer.learning.packing import (
-    Batch,
-    Selection,
-    bucketed_batches,
-    check_vocabulary,
-    data_metrics,
-    select_rows,
-    trimmed_length,
-    whole_groups,
-)
+from spangrad.trainer.learning.packing import Batch, bucketed_batches, trimmed_length, whole_groups
 from spangrad.trainer.learning.preference import Comparison
+from spangrad.trainer.learning.selection import Selection, check_vocabulary, data_metrics, select_rows
 
 logger = logging.getLogger(__name__)
 
