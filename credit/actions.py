@@ -13,7 +13,10 @@ from spangrad.adapters.model_call import ModelCall
 
 
 def action_of(call: ModelCall) -> str | None:
-    """Hash of the reply's tool calls, or of its content; None where there is no reply, or several."""
+    """Hash of the reply's tool calls, or of its content.
+
+    None where there is no reply, or several, or one that is nested too deep to be written as JSON.
+    """
     if len(call.choices) != 1:
         return None
     message = call.choices[0].message
@@ -21,7 +24,10 @@ def action_of(call: ModelCall) -> str | None:
     done = tools or message.get("content")
     if not done:
         return None
-    text = json.dumps(done, sort_keys=True, ensure_ascii=False)
+    try:
+        text = json.dumps(done, sort_keys=True, ensure_ascii=False)
+    except RecursionError:
+        return None
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -29,6 +35,6 @@ def _called(function: Mapping[str, Any]) -> tuple[Any, Any]:
     """Name and arguments; what is JSON counts whatever its spaces and order."""
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):  # a policy can write `[[[[...` to the end
             arguments = json.loads(arguments)
     return function.get("name"), arguments

@@ -259,6 +259,11 @@ class CreditConfig:
         return (*overlong, *((MISSING_SCORE,) if self.scores is not None else ()), *self.filters)
 
     @property
+    def needs_actions(self) -> bool:
+        """Whether a term wants to know what was done in each step."""
+        return self.step == "rtmc"
+
+    @property
     def needs_branches(self) -> bool:
         """Whether a term wants to know which rollouts go on from calls of others."""
         return self.episode == "tree_grpo" or self.step in ("tree_edges", "treerl")

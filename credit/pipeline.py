@@ -299,6 +299,7 @@ def _trajectory(
         group_id=rollout.group_id,
         step_rewards=rewards.steps,
         with_observations=config is not None and config.anchors == "similar",
+        with_actions=config is not None and config.needs_actions,
         components=rewards.components,
         parents=parents,
         is_truncated=is_truncated(rollout, calls),

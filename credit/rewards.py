@@ -104,5 +104,9 @@ def total_reward(
     """What credit takes a rollout to be worth: `Trajectory.total_reward` of its calls and rewards."""
     rewards = rewards_of(rollout, given, calls, authors=authors, weights=weights)
     return trajectory_of(
-        calls, rewards.outcome, rollout_id=rollout.rollout_id, step_rewards=rewards.steps
+        calls,
+        rewards.outcome,
+        rollout_id=rollout.rollout_id,
+        step_rewards=rewards.steps,
+        with_actions=False,
     ).total_reward

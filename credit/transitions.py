@@ -101,6 +101,7 @@ def trajectory_of(
     group_id: str | None = None,
     step_rewards: Mapping[str, float] | None = None,
     with_observations: bool = False,
+    with_actions: bool = True,
     components: Mapping[str, float | None] | None = None,
     parents: Mapping[str, str] | None = None,
     is_truncated: bool = False,
@@ -114,6 +115,7 @@ def trajectory_of(
         group_id: Rollouts that it is compared with.
         step_rewards: call_id -> reward of that step.
         with_observations: Whether steps know what the policy saw, for anchors by similarity.
+        with_actions: Whether steps know what was done, for terms that compare actions.
         components: The outcome's parts by name.
         parents: call_id -> call that it goes on from, where that is not the one before it.
         is_truncated: Whether it was cut off.
@@ -128,7 +130,7 @@ def trajectory_of(
             tokens=_sampled_tokens(call),
             observation=observation_of(call) if with_observations else None,
             role=call.agent_name,
-            action=action_of(call),
+            action=action_of(call) if with_actions else None,
             parent=(parents or {}).get(call.call_id),
         )
         for index, call in enumerate(in_order(calls))

@@ -16,6 +16,7 @@ from spangrad.credit.forks import parents_of
 from spangrad.credit.gdpo import gdpo
 from spangrad.credit.gigpo import NO_ANCHOR
 from spangrad.credit.state_actions import NO_ACTION, state_action_advantages
+from spangrad.credit.transitions import trajectory_of
 from spangrad.credit.types import Step, Trajectory
 from spangrad.errors import ConfigError, CreditError
 from spangrad.store.records import Rollout
@@ -229,3 +230,23 @@ def test_an_action_is_the_tools_that_are_called_or_else_the_text():
     assert done(tool_calls=walk("{half")) not in (None, north)
     assert done(content="north") == done(content="north", reasoning_content="hm") != done(content="south")
     assert done(content="") is None
+
+
+def test_arguments_that_a_policy_nested_too_deep_are_an_action_as_they_are_written():
+    def done(arguments: Any) -> str | None:
+        tools = [{"function": {"name": "walk", "arguments": arguments}}]
+        return action_of(dataclasses.replace(call("a", [1], [2]), choices=[Choice({"tool_calls": tools})]))
+
+    assert done("[" * 5000 + "]" * 5000) == done("[" * 5000 + "]" * 5000) not in (None, done("[" * 5001))
+    nested: list[Any] = []
+    for _ in range(5000):
+        nested = [nested]
+    assert done(nested) is None  # it can't be written
+
+
+def test_actions_are_hashed_for_terms_that_compare_them_alone():
+    calls = [dataclasses.replace(call("a", [1], [2]), choices=[Choice({"content": "north"})])]
+    config = CreditConfig(episode="none", step="rtmc")
+    assert (config.needs_actions, CreditConfig(step="gigpo").needs_actions) == (True, False)
+    assert trajectory_of(calls, 1.0).steps[0].action is not None
+    assert trajectory_of(calls, 1.0, with_actions=False).steps[0].action is None
