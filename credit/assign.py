@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 
+from spangrad.credit.batch import group_of
+from spangrad.credit.branches import check_branches
 from spangrad.credit.composing import composed, is_informative, scored_batch, step_term, total_of
 from spangrad.credit.diagnostics import CreditDiagnostics, diagnose
 from spangrad.credit.estimators import BOTH_TERMS, EPISODE_TERMS, STEP_TERMS
@@ -33,6 +35,7 @@ from spangrad.credit.filtering import (
     is_overlong,
     penalized,
 )
+from spangrad.credit.groups import labels
 from spangrad.credit.grpo import Singleton
 from spangrad.credit.rewards import DEFAULT_WEIGHTS
 from spangrad.credit.scoring import check_shaping, cycle_test, lacks_scores, with_terms
@@ -225,6 +228,11 @@ class CreditConfig:
             )
         if self.episode == "gdpo":
             raise ConfigError("overlong 'penalize' is no component of episode 'gdpo'; choose 'mask'")
+        if self.episode == "maxrl":
+            raise ConfigError(
+                "overlong 'penalize' can take a rollout below 0, where episode 'maxrl' has no meaning;"
+                " choose 'mask'"
+            )
 
     def _check_effects(self) -> None:
         used = self.settings_used()
@@ -298,7 +306,7 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
         config: Which estimators, with which constants.
 
     Raises:
-        CreditError: A rollout or call occurs twice, or a reward is not finite.
+        CreditError: A rollout or call occurs twice, a reward is not finite, or a term lacks something.
 
     Groups in which all rewards are equal, and lone rollouts, get zeros in both terms (a lone rollout's
     episode term: `config.singleton`); a running baseline knows no groups. The paper's step term alone would
@@ -310,6 +318,8 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
         raise CreditError(
             "no rollout tells the parts of its outcome, which episode 'gdpo' compares; choose another"
         )
+    if config.needs_branches:
+        check_branches(trajectories, labels([group_of(each) for each in trajectories]))
     left_out: dict[str, str] = {}
     for each in trajectories:
         if total_of(each, config) is None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from spangrad.credit.filters import Bools
 from spangrad.credit.groups import Floats, Ints
 from spangrad.credit.trees import NO_PARENT, root_of
 from spangrad.credit.types import Trajectory
@@ -38,27 +39,16 @@ def branches(trajectories: Sequence[Trajectory], group_ids_N: Ints) -> Branches:
     """Build the trees.
 
     Raises:
-        CreditError: Steps go on from each other in a circle, or nothing branches: then there is no tree, and
-            comparing rollouts says all.
+        CreditError: Steps go on from each other in a circle.
+
+    A group in which nothing branches has a tree for every rollout.
     """
     steps = [step for each in trajectories for step in each.steps]
     group_S = np.repeat(group_ids_N, [len(each.steps) for each in trajectories])
-    named = zip(group_S.tolist(), steps, strict=True)
-    place = {(group, step.call_id): s for s, (group, step) in enumerate(named)}
-    above = _above(trajectories, group_S, place)
+    above = _above(trajectories, group_S)
     order = _parents_first(above, steps)
-    has_own_child = np.zeros(len(steps), dtype=np.bool_)
     rollout_S = np.repeat(np.arange(len(trajectories)), [len(each.steps) for each in trajectories])
-    children = np.zeros(len(steps), dtype=np.int64)
-    for s, parent in enumerate(above):
-        if parent != NO_PARENT:
-            children[parent] += 1
-            has_own_child[parent] |= rollout_S[parent] == rollout_S[s]
-    if steps and not (children + ~has_own_child > 1).any():
-        raise CreditError(
-            "no rollout of this batch goes on from a call of another one, and none branches: there is no"
-            " tree; choose terms that compare rollouts, or steps from the same state"
-        )
+    _, has_own_child = _children(above, rollout_S)
     roots, root_S = np.unique(group_S, return_inverse=True)
     node_of_S = np.empty(len(steps), dtype=np.int64)
     node_of_S[order] = len(roots) + np.arange(len(steps))
@@ -78,8 +68,38 @@ def branches(trajectories: Sequence[Trajectory], group_ids_N: Ints) -> Branches:
     return Branches(parents_V, returns_V, node_of_S, root_of(tree_parents_V), group_ids_V)
 
 
-def _above(trajectories: Sequence[Trajectory], group_S: Ints, place: dict[tuple[int, str], int]) -> list[int]:
+def check_branches(trajectories: Sequence[Trajectory], group_ids_N: Ints) -> None:
+    """Refuse a batch without a tree; what is left of one, when rollouts are left out, may have none.
+
+    Raises:
+        CreditError: Nothing branches, so comparing rollouts says all.
+    """
+    lengths_N = [len(each.steps) for each in trajectories]
+    above = _above(trajectories, np.repeat(group_ids_N, lengths_N))
+    children_S, has_own_child_S = _children(above, np.repeat(np.arange(len(trajectories)), lengths_N))
+    if above and not (children_S + ~has_own_child_S > 1).any():
+        raise CreditError(
+            "no rollout of this batch goes on from a call of another one, and none branches: there is no"
+            " tree; choose terms that compare rollouts, or steps from the same state"
+        )
+
+
+def _children(above: list[int], rollout_S: Ints) -> tuple[Ints, Bools]:
+    """How many steps go on from each one, and whether one of its own rollout does."""
+    has_own_child_S = np.zeros(len(above), dtype=np.bool_)
+    children_S = np.zeros(len(above), dtype=np.int64)
+    for s, parent in enumerate(above):
+        if parent != NO_PARENT:
+            children_S[parent] += 1
+            has_own_child_S[parent] |= rollout_S[parent] == rollout_S[s]
+    return children_S, has_own_child_S
+
+
+def _above(trajectories: Sequence[Trajectory], group_S: Ints) -> list[int]:
     """Which step each one goes on from; `NO_PARENT`: it begins."""
+    steps = [step for each in trajectories for step in each.steps]
+    named = zip(group_S.tolist(), steps, strict=True)
+    place = {(group, step.call_id): s for s, (group, step) in enumerate(named)}
     above: list[int] = []
     for each in trajectories:
         for step in each.steps:

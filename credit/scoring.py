@@ -153,6 +153,11 @@ def check_shaping(config: "CreditConfig", used: frozenset[str]) -> None:
                 f"shaping {config.shaping!r} gives every step a reward, which episode {config.episode!r} with"
                 f" step {config.step!r} does not take; choose others"
             )
+        if config.episode == "maxrl":
+            raise ConfigError(
+                f"shaping {config.shaping!r} can take a rollout below 0, where episode 'maxrl' has no"
+                " meaning; choose 'potential', or another episode term"
+            )
         if config.scores in {BY_REWARD + name for name in config.reward_weights}:
             raise ConfigError(f"scores {config.scores!r} would count twice: reward_weights has it, too")
 

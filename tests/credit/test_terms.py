@@ -196,6 +196,18 @@ def test_without_branches_there_is_no_tree(terms):
         assign(circle, CreditConfig(**terms))
 
 
+@pytest.mark.parametrize("terms", [{"episode": "tree_grpo"}, {"step": "tree_edges"}, {"step": "treerl"}])
+@pytest.mark.parametrize("left_out_by", [{"filters": ("zero_spread",)}, {"overlong": "mask"}])
+def test_where_what_branches_is_left_out_the_others_are_compared(terms, left_out_by):
+    flat = [rollout("a", 1.0, {}, {}, group="flat"), rollout("b", 0.0, {}, group="flat")]
+    tree = [rollout("c", 1.0, {}, {}), rollout("d", 1.0, {"parent": "c0"}, is_truncated=True)]
+    found = assign([*flat, *tree], CreditConfig(**terms, **left_out_by))
+    assert "d" in found.left_out
+    assert found.of("a")["a1"] > 0 > found.of("b")["b0"]
+    with pytest.raises(CreditError, match="there is no tree"):
+        assign(flat, CreditConfig(**terms, **left_out_by))
+
+
 def test_tokens_tell_which_rollouts_go_on_from_calls_of_others():
     calls = {
         "a": [call("a0", [1], [2]), call("a1", [1, 2, 3], [4])],
