@@ -74,7 +74,8 @@ def baselines_of(
     if names:
         parameters["path"] = "$" + "".join(f'."{name}"' for name in names)
     kind = {"task_id": "task_id", "all": "'all'"}.get(config.baseline_key, "(task ->> $path)")
-    rows = store.query(_SQL.format(kind=kind), parameters)
+    with store.query_arrow(_SQL.format(kind=kind), parameters) as answer:  # `query` has a limit of rows
+        rows: list[dict[str, Any]] = answer.read_all().to_pylist()
     earlier = [row["rollout_id"] for row in rows if not row["is_own"]]
     known = {**totals, **_totals(store, earlier, authors, weights)}
     ordered = [row for row in rows if row["rollout_id"] in known]

@@ -1,6 +1,7 @@
 """Rollouts without a group, compared with earlier ones of their kind."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +14,13 @@ from spangrad.credit.pipeline import credited_rows
 from spangrad.credit.running import baseline_advantages, rollouts_remembered, running_baselines
 from spangrad.credit.types import Step, Trajectory
 from spangrad.errors import CreditError
+from spangrad.store.base import Store
+from spangrad.store.client import HubClient
 from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import encode_request
 from spangrad.store.records import Reward, RewardAuthor, Rollout
 from tests.credit.test_pipeline import spans_of
+from tests.store.hub_process import HubProcess
 
 CONFIG = CreditConfig(episode="running_baseline", baseline_decay=0.5)
 streams = st.lists(st.tuples(st.sampled_from([0.0, 0.25, 1.0, -3.0]), st.integers(0, 1)), max_size=12)
@@ -101,7 +105,7 @@ def ended(store: FileStore, *rollouts: Rollout, rewards: dict[str, float]) -> No
         store.put_rewards(given, author=RewardAuthor.EVALUATOR)
 
 
-def advantages(store: FileStore, config: CreditConfig, *ids: str) -> dict[str, float]:
+def advantages(store: Store, config: CreditConfig, *ids: str) -> dict[str, float]:
     batch = credited_rows(store, store.rollouts(rollout_ids=list(ids)), config)
     return {sample.rollout_id: sample.advantage for sample in batch.samples}
 
@@ -157,3 +161,19 @@ def test_only_the_last_rollouts_of_a_kind_before_the_batch_are_read(store, monke
     monkeypatch.setattr("spangrad.credit.running.FORGOTTEN", 0.25)  # 0.5^2: two are remembered
     assert advantages(store, CONFIG, "d") == {"d": pytest.approx(-(3 + 0.5 * 1) / 1.5)}
     assert advantages(store, CONFIG, "c", "d")["d"] == pytest.approx(-(3 + 0.5 * 1 + 0.25 * 9) / 1.75)
+
+
+def test_more_of_a_history_is_read_than_a_query_returns_at_most(tmp_path, monkeypatch):
+    path = Path(tmp_path, "store.duckdb")
+    for kind in (FileStore, HubClient):  # 13,809 are remembered of a kind with a decay of 0.999
+        monkeypatch.setitem(kind.query.__kwdefaults__, "row_limit", 2)
+    with FileStore(path) as file:
+        ended(
+            file,
+            *(Rollout(name, run_id="run", task_id="t") for name in ("a", "b", "c", "d")),
+            rewards={"a": 4.0, "b": 2.0, "c": 0.0, "d": 0.0},
+        )
+        expected = {"d": pytest.approx(-(2 * 0.5 + 4 * 0.25) / 1.75)}
+        assert advantages(file, CONFIG, "d") == expected
+    with HubProcess(path) as hub, HubClient(hub.url) as client:
+        assert advantages(client, CONFIG, "d") == expected
