@@ -48,7 +48,8 @@ class ComparedEstimator:
     """(sum |A|)^2 / sum A^2: how many steps of equal |A| would weigh as these do."""
     noise: float | None = None
     """Standard error that an advantage has from who else is in its group, of its own size: the square root of
-    the mean jackknife variance over the mean A^2. None: no group has three scored rollouts, or all is 0."""
+    the mean jackknife variance over the mean A^2. None: no group has three scored rollouts, all is 0, or the
+    estimator refuses what is left without some of them."""
     diagnostics: CreditDiagnostics | None = None
     refused: str | None = None
     """Why it has no numbers for this batch."""
@@ -248,7 +249,10 @@ def _noise(entry: Entry, values_S: Floats, places: Places) -> float | None:
     again_FS = np.full((folds, len(own)), np.nan)
     members = [one for one in trajectories if one.rollout_id in fold_of]
     for fold in range(folds):
-        found = assign([one for one in members if fold_of[one.rollout_id][0] != fold], config).advantages
+        try:
+            found = assign([one for one in members if fold_of[one.rollout_id][0] != fold], config).advantages
+        except CreditError:  # only those of the fold branch, say
+            return None
         for column, number in enumerate(own):
             mine, of = fold_of[places[number][0].rollout_id]
             if mine != fold < of:  # a fold beyond those of its group leaves nobody of it out

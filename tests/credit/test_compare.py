@@ -61,6 +61,12 @@ def test_noise_needs_three_to_compare() -> None:
     assert found.estimators[0].noise is None
 
 
+def test_noise_of_a_tree_that_hangs_on_one_rollout_is_not_known() -> None:
+    branch = Trajectory("e", "g", 0.5, [Step("e-0", 0, parent="a-0")])
+    found = compared([*MIXED, branch], "tree_edges", "rloo")
+    assert [(one.refused, one.noise is None) for one in found.estimators] == [(None, True), (None, False)]
+
+
 def test_ranks_of_the_same_order_agree_whatever_the_scale() -> None:
     found = compared(MIXED, "grpo", "rloo", "gigpo")
     assert found.rank_correlation["grpo"]["rloo"] == pytest.approx(1.0)
