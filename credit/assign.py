@@ -21,7 +21,7 @@ from typing import Final, Literal
 
 from spangrad.credit.batch import group_of
 from spangrad.credit.branches import check_branches
-from spangrad.credit.composing import composed, is_informative, scored_batch, step_term, total_of
+from spangrad.credit.composing import composed, is_informative, returns_of, scored_batch, step_term, total_of
 from spangrad.credit.diagnostics import CreditDiagnostics, diagnose
 from spangrad.credit.estimators import BOTH_TERMS, EPISODE_TERMS, STEP_TERMS
 from spangrad.credit.filtering import (
@@ -329,6 +329,7 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
         elif lacks_scores(each, config):
             left_out[each.rollout_id] = MISSING_SCORE
     scored = [each for each in trajectories if each.rollout_id not in left_out]
+    scored_N = returns_of(scored, config)
     shaping = cycle_test(scored, config)
     scored = penalized(with_terms(scored, config), config)
     batch = scored_batch(scored, config)
@@ -352,6 +353,7 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
     counts = Counter(left_out.values())
     diagnostics = diagnose(
         returns_N=batch.returns_N,
+        scored_N=scored_N,
         group_ids_N=batch.group_ids_N,
         is_informative_N=is_informative_N,
         group_ids_S=batch.group_ids_S,

@@ -22,14 +22,19 @@ if TYPE_CHECKING:
 
 def scored_batch(scored: Sequence[Trajectory], config: "CreditConfig") -> Batch:
     """Arrays of rollouts whose returns are known."""
-    totals = [total_of(each, config) for each in scored]
     found = batch_of(
         scored,
-        [total for total in totals if total is not None],
+        returns_of(scored, config).tolist(),
         gamma=config.gamma,
         similarity=config.similarity if config.anchors == "similar" else None,
     )
     return with_potentials(found, config)
+
+
+def returns_of(scored: Sequence[Trajectory], config: "CreditConfig") -> Floats:
+    """Returns that are known, shape (N,)."""
+    totals = [total_of(each, config) for each in scored]
+    return np.array([total for total in totals if total is not None], dtype=np.float64)
 
 
 def total_of(trajectory: Trajectory, config: "CreditConfig") -> float | None:

@@ -41,9 +41,9 @@ class CreditDiagnostics:
     """Share of steps whose pool holds observations that differ from theirs. None unless similar ones are one
     state."""
     reward_mean: float | None
-    """Mean over groups of the mean return."""
+    """Mean over groups of the mean return, as scored: an agent that farms shaping does not improve in it."""
     reward_std: float | None
-    """Standard deviation of returns over all rollouts, population."""
+    """Standard deviation of the same returns over all rollouts, population."""
     reward_std_in_groups: float | None
     """Mean over groups of the standard deviation inside, population."""
     advantage_abs_mean: float | None
@@ -89,6 +89,7 @@ class CreditDiagnostics:
 def diagnose(
     *,
     returns_N: Floats,
+    scored_N: Floats,
     group_ids_N: Ints,
     is_informative_N: NDArray[np.bool_],
     group_ids_S: Ints,
@@ -104,7 +105,8 @@ def diagnose(
     """Describe a batch.
 
     Args:
-        returns_N: Return of each scored rollout.
+        returns_N: Return of each scored rollout, as it is compared.
+        scored_N: The same as it was scored, without penalties and what shaping adds.
         group_ids_N: Its group.
         is_informative_N: Whether the rewards of its group differ.
         group_ids_S: Group of each step of a scored rollout.
@@ -118,7 +120,7 @@ def diagnose(
         shaping: The test of what shaping adds.
     """
     _, first = np.unique(group_ids_N, return_index=True)
-    pools = pool_statistics(returns_N, group_ids_N, ddof=0)
+    pools = pool_statistics(scored_N, group_ids_N, ddof=0)
     sizes, means, stds = pools.count_X[first], pools.mean_X[first], pools.std_X[first]
     sizes_S = _pool_sizes(group_ids_S, anchor_ids_S)
     exact_S = None if exact_anchor_ids_S is None else _pool_sizes(group_ids_S, exact_anchor_ids_S)
@@ -136,7 +138,7 @@ def diagnose(
         anchor_coverage_exact=None if exact_S is None else _share(exact_S >= 2),
         anchors_from_similarity=None if exact_S is None else _share(sizes_S > exact_S),
         reward_mean=float(means.mean()) if len(first) else None,
-        reward_std=float(returns_N.std()) if len(first) else None,
+        reward_std=float(scored_N.std()) if len(first) else None,
         reward_std_in_groups=float(stds.mean()) if len(first) else None,
         advantage_abs_mean=float(np.abs(advantages_S).mean()) if len(advantages_S) else None,
         without_baseline=None if baselines_N is None else int(np.isnan(baselines_N).sum()),

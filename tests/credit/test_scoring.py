@@ -73,6 +73,26 @@ def test_gains_of_a_score_add_up_to_how_far_the_agent_came():
     assert found.diagnostics.metrics()["shaping/passes"] == 1.0
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"scores": "reward:p", "shaping": "score_gain"},
+        {"overlong": "penalize", "overlong_limit": 4, "overlong_buffer": 4},
+    ],
+)
+def test_rewards_are_told_as_they_were_scored(changed):
+    batch = [rollout("a", 1.0, "st_", [0.0, 4.0, 8.0]), rollout("b", 0.0, "sv_", [0.0, 0.0, 0.0])]
+    batch = [
+        dataclasses.replace(one, steps=[dataclasses.replace(step, tokens=2) for step in one.steps])
+        for one in batch
+    ]
+    result = assign(batch, CreditConfig(**changed, scale_by_std=False))
+    told = {k: value for k, value in result.diagnostics.metrics().items() if k.startswith("reward/")}
+    assert told == {"reward/mean": 0.5, "reward/std": 0.5, "reward/std_in_groups": 0.5}
+    plain = assign(batch, CreditConfig(scale_by_std=False)).advantages
+    assert (result.advantages == plain) == (changed.get("overlong") is not None)  # both are as long
+
+
 def test_the_test_of_circles_is_kept_with_the_batch():
     circle = rollout("a", 0.0, "stst_", [0.5, 0.5, 0.5, 0.0])
     config = CreditConfig(scores="reward:p", shaping="terms", shaping_weight=2.0)
