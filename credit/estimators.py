@@ -200,10 +200,8 @@ def _per_turn_index(batch: Batch, config: "CreditConfig") -> Floats:
 
 
 def _turn_credit(batch: Batch, config: "CreditConfig") -> Floats:
-    found = [
-        turn_credit(np.array(each.scores or [None], dtype=np.float64)[1:], gamma=config.gamma)
-        for each in batch.trajectories
-    ]
+    known = [np.array(each.scores or [None], dtype=np.float64) for each in batch.trajectories]
+    found = [turn_credit(scores[1:], gamma=config.gamma, before=float(scores[0])) for scores in known]
     return np.concatenate([np.zeros(0), *found])
 
 

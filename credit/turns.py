@@ -3,6 +3,8 @@
 Shape letters: N rollouts, S steps of all rollouts, T steps of one.
 """
 
+import math
+
 import numpy as np
 
 from spangrad.credit.gigpo import pool_ids
@@ -98,17 +100,19 @@ def mt_grpo(
     return outcome_N + turn_weight * turn_N, outcome_N
 
 
-def turn_credit(scores_T: Floats, *, gamma: float) -> Floats:
+def turn_credit(scores_T: Floats, *, gamma: float, before: float = math.nan) -> Floats:
     """Spread what each turn changed in the score over it and the turns before it.
 
-        d_t = p_t - p_{t-1},  d_0 = 0;   credit_u = sum_{t >= u} d_t gamma^{t-u} / sum_{j=0..t} gamma^j
+        d_t = p_t - p_{t-1};   credit_u = sum_{t >= u} d_t gamma^{t-u} / sum_{j=0..t} gamma^j
 
-    Source: prime-rl `turn_credit`. Telescopes: the credit of all turns sums to p_last - p_first.
+    Source: prime-rl `turn_credit`, which has no score before the first turn: d_0 = 0. Telescopes: the credit
+    of all turns sums to p_last less the first score that there is.
 
     Args:
         scores_T: Score of the state after each turn; NaN where nobody scored it: its change is counted at the
             next score.
         gamma: How fast credit fades backwards, 0 to 1. 0: all of it stays at the turn itself.
+        before: Score of the state before the first turn; NaN where nobody scored it.
 
     Returns:
         Credit of each turn, shape (T,), float64, score units.
@@ -118,11 +122,12 @@ def turn_credit(scores_T: Floats, *, gamma: float) -> Floats:
     """
     if not 0.0 <= gamma <= 1.0:
         raise CreditError(f"gamma is {gamma!r}; expected 0 to 1")
-    if np.isinf(scores_T).any():
-        raise CreditError(f"scores {scores_T.tolist()!r} are not all finite")
-    known = np.flatnonzero(~np.isnan(scores_T))
+    scores_T1 = np.concatenate([[before], scores_T])
+    if np.isinf(scores_T1).any():
+        raise CreditError(f"scores {scores_T1.tolist()!r} are not all finite")
+    known = np.flatnonzero(~np.isnan(scores_T1))
     deltas_T = np.zeros(len(scores_T))
-    deltas_T[known[1:]] = np.diff(scores_T[known])
+    deltas_T[known[1:] - 1] = np.diff(scores_T1[known])
     # weight of turn t: its change over the sum of 1, gamma, ..., gamma^t
     norms_T = np.cumsum(gamma ** np.arange(len(scores_T), dtype=np.float64))
     credit_T = np.zeros(len(scores_T))

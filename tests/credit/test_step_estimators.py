@@ -189,6 +189,7 @@ def test_turn_credit_gives_the_golden_numbers():
 def test_a_score_that_is_missing_passes_its_change_on():
     assert_allclose(turn_credit(floats(0, np.nan, 1), gamma=0.0), [0, 0, 1])
     assert turn_credit(floats(np.nan), gamma=0.5).tolist() == [0]
+    assert turn_credit(floats(np.nan, 1), gamma=0.0, before=0.25).tolist() == [0, 0.75]
     with pytest.raises(CreditError, match="gamma"):
         turn_credit(floats(0), gamma=2)
 
@@ -198,6 +199,9 @@ def test_turn_credit_telescopes(scores, gamma):
     credit = turn_credit(np.array(scores), gamma=gamma)
     assert_allclose(credit, reference.turn_credit(scores, gamma), atol=1e-12)
     assert_allclose(credit.sum(), scores[-1] - scores[0], atol=1e-12)
+    credit = turn_credit(np.array(scores), gamma=gamma, before=0.25)
+    assert_allclose(credit, reference.turn_credit(scores, gamma, 0.25), atol=1e-12)
+    assert_allclose(credit.sum(), scores[-1] - 0.25, atol=1e-12)
 
 
 def test_information_gains_give_the_golden_numbers():

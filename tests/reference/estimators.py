@@ -182,13 +182,14 @@ def leave_one_out_to_go(returns: Sequence[Sequence[float]], groups: Sequence[obj
     return result
 
 
-def turn_credit(scores: Sequence[float], gamma: float) -> list[float]:
+def turn_credit(scores: Sequence[float], gamma: float, before: float | None = None) -> list[float]:
     """Every change spread over its turn and the ones before."""
     credit = [0.0] * len(scores)
-    for t in range(1, len(scores)):
+    earlier = [scores[0] if before is None else before, *scores]
+    for t in range(len(scores)):
         weights = [gamma ** (t - u) for u in range(t + 1)]
         for u in range(t + 1):
-            credit[u] += (scores[t] - scores[t - 1]) * weights[u] / math.fsum(weights)
+            credit[u] += (scores[t] - earlier[t]) * weights[u] / math.fsum(weights)
     return credit
 
 
