@@ -33,6 +33,7 @@ from spangrad.credit.filtering import (
     REASONS,
     filtered,
     is_overlong,
+    leaves_out_lone,
     penalized,
 )
 from spangrad.credit.groups import labels
@@ -258,6 +259,9 @@ class CreditConfig:
         used |= EPISODE_TERMS[self.episode].settings
         if self.step != "none":
             used |= STEP_TERMS[self.step].settings | {"step_weight"}
+        counts_lone = self.step in STEP_TERMS and STEP_TERMS[self.step].counts_lone and self.step_weight > 0
+        if leaves_out_lone(self.filters, counts_lone=counts_lone):
+            used -= {"singleton"}
         return used - {"similarity"} if self.anchors == "exact" else used
 
     @property

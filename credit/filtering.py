@@ -69,6 +69,14 @@ def filtered(
     return left_out
 
 
+def leaves_out_lone(filters: Sequence[str], *, counts_lone: bool) -> bool:
+    """Whether no rollout that is alone in its group stays, whatever it returned.
+
+    `counts_lone`: whether a term finds something to compare in one; its return has no spread.
+    """
+    return any(name != "zero_spread" or not counts_lone for name in filters)
+
+
 def is_overlong(trajectory: Trajectory, config: "CreditConfig") -> bool:
     """Whether it is left out as overlong: cut off, or with more sampled tokens than the limit (0: none).
 

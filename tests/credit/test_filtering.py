@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from spangrad.credit.assign import CreditConfig, assign
-from spangrad.credit.types import Trajectory
-from spangrad.errors import CreditError
+from spangrad.credit.types import Step, Trajectory
+from spangrad.errors import ConfigError, CreditError
 from tests.credit.test_assign import trajectory
 
 
@@ -61,6 +61,31 @@ def test_zero_spread_goes_by_what_the_terms_compare():
     batch = [trajectory("a", 0.0, rewards=[1.0, 0.0]), trajectory("b", 0.0, rewards=[0.0, 1.0])]
     assert left_out(batch, filters=("zero_spread",)) == {"zero_spread": 2}
     assert left_out(batch, filters=("zero_spread",), step="gigpo") == {"zero_spread": 0}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"filters": ("zero_spread",)},
+        {"filters": ("zero_spread",), "step": "gigpo"},
+        {"filters": ("zero_spread",), "step": "tree_edges", "step_weight": 0.0},
+        {"filters": ("top_share",), "step": "tree_edges"},
+        {"filters": ("zero_spread", "top_p")},
+    ],
+)
+def test_what_a_lone_rollout_gets_is_refused_where_filters_leave_every_one_out(settings):
+    with pytest.raises(ConfigError, match=r"^singleton = 'raw' has no effect with .* filters \["):
+        CreditConfig(singleton="raw", **settings)
+
+
+def test_a_lone_rollout_that_branches_may_get_its_raw_return():
+    steps = [Step("a0", 0), Step("a1", 1, reward=2.0), Step("a2", 2, reward=0.0, parent="a0")]
+    filters: dict[str, Any] = {"step": "tree_edges", "filters": ("zero_spread",)}
+    found = [
+        assign([Trajectory("a", "g", 1.0, steps)], CreditConfig(singleton=lone, **filters)).of("a")["a0"]
+        for lone in ("zero", "raw")
+    ]
+    assert found == [0.0, 3.0]
 
 
 def test_an_overlong_rollout_is_left_out_with_its_reward_and_not_scored_zero():
