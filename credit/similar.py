@@ -44,7 +44,6 @@ _WEIGHTS: Final = np.array(
 )
 _MASK: Final = np.uint64((1 << HASH_BITS) - 1)
 _SHIFT: Final = np.uint64(HASH_BITS)
-_EMPTY: Final = np.iinfo(np.uint64).max
 
 
 def similar_leaders(

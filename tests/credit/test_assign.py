@@ -1,13 +1,16 @@
 """Composition of estimators over trajectories, and what is said about the batch."""
 
 import random
+import re
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from spangrad import credit
 from spangrad.credit.assign import CreditConfig, assign
 from spangrad.credit.estimators import BOTH_TERMS, EPISODE_TERMS, STEP_TERMS
 from spangrad.credit.types import Step, Trajectory
@@ -416,6 +419,17 @@ def test_every_setting_changes_something_or_is_refused(terms):
                 replace(config, **{name: value})
         elif name not in OF_THE_PIPELINE:
             assert assign(batch, replace(config, **{name: value})).advantages != before, name
+
+
+def test_the_readme_names_the_settings_of_each_term():
+    text = (Path(credit.__file__).parent / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|$", text, re.MULTILINE)
+    told = {name: set(re.findall(r"`(\w+)`", settings)) for name, settings in rows}
+    terms = {**EPISODE_TERMS, **STEP_TERMS, **BOTH_TERMS}
+    del terms["turn_credit"]  # told of beside the scores that it needs
+    assert {name: told.get(name) for name in terms} == {
+        name: set(term.settings - {"step_weight"}) for name, term in terms.items()
+    }
 
 
 def test_every_combination_gives_something_else():
