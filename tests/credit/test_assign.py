@@ -425,7 +425,7 @@ def test_the_readme_names_the_settings_of_each_term():
     text = (Path(credit.__file__).parent / "README.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|$", text, re.MULTILINE)
     told = {name: set(re.findall(r"`(\w+)`", settings)) for name, settings in rows}
-    terms = {**EPISODE_TERMS, **STEP_TERMS, **BOTH_TERMS}
+    terms: dict[str, Any] = {**EPISODE_TERMS, **STEP_TERMS, **BOTH_TERMS}
     del terms["turn_credit"]  # told of beside the scores that it needs
     assert {name: told.get(name) for name in terms} == {
         name: set(term.settings - {"step_weight"}) for name, term in terms.items()

@@ -116,14 +116,14 @@ def test_the_test_of_circles_is_kept_with_the_batch():
 
 
 def test_turn_credit_is_added_to_the_episode_term():
-    scores = [None, 0.2, 0.2, 0.7, 0.6]
-    batch = [rollout("a", 1.0, "abcd_", scores), rollout("b", 0.0, "ab_", [None, None, 0.5])]
+    scores = [0.2, 0.2, 0.7, 0.6]
+    batch = [rollout("a", 1.0, "abcd_", [None, *scores]), rollout("b", 0.0, "ab_", [None, None, 0.5])]
     config = CreditConfig(step="turn_credit", scores="reward:p", gamma=0.8, step_weight=2.0)
     found = assign(batch, config)
     golden = np.array([0.113803, 0.142254, 0.177818, -0.033875])
     assert_allclose(list(found.of("a").values()), 1.0 + 2.0 * golden, atol=3e-6)
     assert_allclose(list(found.of("b").values()), [-1.0, -1.0], atol=3e-6)  # the only score that b has
-    assert_allclose(turn_credit(floats(*scores[1:]), gamma=0.8), golden, atol=1e-6)
+    assert_allclose(turn_credit(floats(*scores), gamma=0.8), golden, atol=1e-6)
 
 
 def test_turn_credit_counts_what_the_first_step_changed():
