@@ -3,6 +3,7 @@
 Invariants:
 * the folder is not changed; nothing of the run outlives it, however it ends;
 * a test passed only if the report says so by name: a run that exits early with 0 has passed nothing;
+* pipes, sockets and devices are not copied; where what the agent left can't be read, no test has passed;
 * what runs sees none of the caller's environment but `PATH` and `LANG`: no keys.
 
 This is no sandbox: tests run what the policy wrote, as this user. Who must not trust it runs verifiers in a
@@ -10,9 +11,11 @@ container. Tests and the code under test share a process, so hostile code can wr
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -41,7 +44,7 @@ class TestRun:
     """Wanted, and not reported as passed: failed, skipped, or never run."""
     timed_out: bool
     exit_code: int | None
-    """None: it was stopped."""
+    """None: it was stopped, or never began: what the agent left can't be read."""
     output: str
     """The end of what it printed."""
 
@@ -75,7 +78,9 @@ def run_tests(
         overlay: Folder that is laid over the copy: the right tests, which the agent must not have changed.
 
     Raises:
-        CreditError: There is no folder, no test, or the command can't be started: nothing is known then.
+        CreditError: There is no folder, no test, the copy can't be written or the command can't be started:
+            nothing is known then.
+        OSError: The overlay can't be read.
     """
     if not tests or not timeout_s > 0:
         raise CreditError(f"{len(tests)} tests, timeout_s {timeout_s!r}; expected one or more, above 0")
@@ -84,10 +89,17 @@ def run_tests(
             raise CreditError(f"{str(one)!r} is no folder")
     with tempfile.TemporaryDirectory(prefix="spangrad-tests-", ignore_cleanup_errors=True) as place:
         work, report = Path(place, "work"), Path(place, "report.xml")
-        shutil.copytree(folder, work, symlinks=True)
+        wanted = sorted(set(tests))
+        work.mkdir()
+        try:
+            shutil.copytree(
+                *(folder, work), symlinks=True, ignore=_special, copy_function=_copy, dirs_exist_ok=True
+            )
+        except OSError as error:
+            return TestRun([], wanted, False, None, f"what the agent left can't be read: {error}"[:_TAIL])
+        _open_folders(work)
         if overlay is not None:
             _lay_over(Path(overlay), work)
-        wanted = sorted(set(tests))
         line = [part.replace("{report}", str(report)) for part in command]
         exit_code, output = _run([*line, *wanted], work, timeout_s)
         reported = frozenset[tuple[str, str]]() if exit_code is None else _passed(report)
@@ -96,17 +108,51 @@ def run_tests(
     return TestRun(passed, failed, exit_code is None, exit_code, output)
 
 
+def _special(folder: str, names: Sequence[str]) -> list[str]:
+    """What of a folder is no file, folder or link: to open a pipe may take forever, to read a device, too."""
+    modes = {name: os.lstat(Path(folder, name)).st_mode for name in names}
+    known = (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)
+    return [name for name, mode in modes.items() if stat.S_IFMT(mode) not in known]
+
+
+def _copy(source: str, target: str) -> None:
+    with open(source, "rb"):  # what fails here is the agent's, all else is ours
+        pass
+    try:
+        shutil.copy2(source, target)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise
+        raise CreditError(f"{source!r} can't be copied to {target!r}: {error.strerror}") from error
+
+
+def _open_folders(work: Path) -> None:
+    """Make folders of the copy writable, whatever the agent left: tests are laid over them."""
+    work.chmod(work.stat().st_mode | stat.S_IRWXU)
+    for place, folders, _ in os.walk(work):
+        for path in (Path(place, name) for name in folders):
+            if not path.is_symlink():
+                path.chmod(path.stat().st_mode | stat.S_IRWXU)
+
+
 def _lay_over(overlay: Path, work: Path) -> None:
-    """Copy files over; what the agent put in their way, links too, goes."""
-    for source in sorted(overlay.rglob("*")):
-        target = work / source.relative_to(overlay)
-        if target.is_symlink() or (target.exists() and target.is_dir() != source.is_dir()):
-            shutil.rmtree(target) if target.is_dir() and not target.is_symlink() else target.unlink()
-        if source.is_dir():
-            target.mkdir(parents=True, exist_ok=True)
-        else:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target)
+    """Copy files over; what the agent put in their way, links and pipes too, goes."""
+    for place, folders, files in os.walk(overlay, onerror=_raise):
+        for source in (Path(place, name) for name in sorted([*folders, *files])):
+            target = work / source.relative_to(overlay)
+            is_folder = target.is_dir() and not target.is_symlink()
+            if is_folder and not source.is_dir():
+                shutil.rmtree(target)
+            elif not is_folder:
+                target.unlink(missing_ok=True)
+            if source.is_dir():
+                target.mkdir(exist_ok=True)
+            else:
+                shutil.copy2(source, target)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _run(line: Sequence[str], work: Path, timeout_s: float) -> tuple[int | None, str]:
@@ -150,7 +196,8 @@ def _keep_tail(stream: IO[bytes], tail: bytearray) -> None:
 def _passed(report: Path) -> frozenset[tuple[str, str]]:
     """(class name, name) of every test that the report calls passed; none if it is no report."""
     try:
-        if report.stat().st_size > _MAX_REPORT:
+        told = report.lstat()
+        if not stat.S_ISREG(told.st_mode) or told.st_size > _MAX_REPORT:
             return frozenset()
         cases = ElementTree.parse(report).iter("testcase")  # size bounded, and expat bounds expansion
         return frozenset(
@@ -158,7 +205,7 @@ def _passed(report: Path) -> frozenset[tuple[str, str]]:
             for case in cases
             if not any(child.tag in ("failure", "error", "skipped") for child in case)
         )
-    except (OSError, ElementTree.ParseError):
+    except (OSError, ElementTree.ParseError, LookupError, ValueError):  # the last two: odd encodings
         return frozenset()
 
 

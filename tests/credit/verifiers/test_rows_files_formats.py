@@ -1,5 +1,6 @@
 """Rows of queries, folders and forms of answers."""
 
+import os
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from spangrad.credit.verifiers import has_json_keys, has_tags, same_files, same_rows
 from spangrad.errors import CreditError
+from tests.credit.verifiers.deep_paths import make_deep
 
 
 def test_rows_are_compared_as_often_as_they_occur_in_any_order() -> None:
@@ -47,6 +49,27 @@ def test_a_link_equals_nothing(tmp_path: Path) -> None:
     (found / "a").symlink_to(expected / "a")
     (found / "sub").symlink_to(expected / "sub")
     assert same_files(found, expected) == 0.0
+
+
+def test_a_pipe_equals_nothing_and_is_not_waited_for(tmp_path: Path) -> None:
+    expected, found = _folder(tmp_path / "e", a="1", b="2"), _folder(tmp_path / "f", b="2")
+    os.mkfifo(found / "a")
+    assert same_files(found, expected) == 0.5
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_what_cant_be_read_equals_nothing_if_the_agent_left_it_and_raises_if_the_operator_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_folder: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one, other = _folder(tmp_path / "one", a="1"), _folder(tmp_path / "other", a="1")
+    make_deep(one, is_folder=is_folder)
+    if not is_folder:
+        make_deep(other, is_folder=False)
+    assert same_files(one, "other") == 0.5
+    assert same_files(one, "other", ignore=["d*/*x", "d*/*x/*"]) == 1.0
+    with pytest.raises(OSError, match="too long"):
+        same_files("other", one)
 
 
 def test_nothing_to_compare_is_an_error(tmp_path: Path) -> None:

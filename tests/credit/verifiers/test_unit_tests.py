@@ -1,6 +1,7 @@
 """Unit tests as rewards: real runs of pytest in folders that an agent may have spoilt."""
 
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from spangrad.credit.verifiers import run_tests
 from spangrad.errors import CreditError
+from tests.credit.verifiers.deep_paths import make_deep
 
 _TESTS = ["test_it.py::test_a", "test_it.py::TestB::test_c[1]"]
 _TEST_FILE = """
@@ -62,6 +64,65 @@ def test_changed_tests_are_laid_over_with_the_right_ones(tmp_path: Path) -> None
     assert run_tests(folder, ["test_it.py::test_a"], timeout_s=60).score == 1.0
     assert run_tests(folder, ["test_it.py::test_a"], timeout_s=60, overlay=right).score == 0.0
     assert outside.read_text() == spoilt
+
+
+_PASSES = "open(sys.argv[1], 'w').write('<r><testcase classname=\"test_it\" name=\"test_a\"/></r>')"
+_SPECIAL = """
+import os, stat, sys
+kinds = {stat.S_IFMT(os.lstat(name).st_mode) for name in os.listdir()}
+if kinds == {stat.S_IFREG}: """
+
+
+def test_pipes_and_sockets_that_the_agent_left_are_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _work(tmp_path / "w", "")
+    monkeypatch.chdir(folder)  # the address of a socket is short
+    os.mkfifo("pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
+    command = [sys.executable, "-c", _SPECIAL + _PASSES, "{report}"]
+    assert run_tests(folder, ["test_it.py::test_a"], timeout_s=10, command=command).score == 1.0
+
+
+def test_pipes_and_closed_folders_are_no_shield_against_the_right_tests(tmp_path: Path) -> None:
+    folder, right = _work(tmp_path / "w", "spoilt"), tmp_path / "right"
+    right.mkdir()
+    (right / "code_.py").write_text("right")
+    (right / "sub").mkdir()
+    (right / "sub" / "a").write_text("right")
+    (folder / "code_.py").chmod(0o400)
+    (folder / "sub").mkdir()
+    os.mkfifo(folder / "sub" / "a")
+    (folder / "sub").chmod(0o500)
+    script = "import sys; print(open('code_.py').read(), open('sub/a').read())"
+    run = run_tests(folder, ["t"], timeout_s=10, command=[sys.executable, "-c", script], overlay=right)
+    assert run.output == "right right\n"
+
+
+def test_what_cant_be_read_fails_the_tests_if_the_agent_left_it_and_raises_if_the_operator_did(
+    tmp_path: Path,
+) -> None:
+    folder, deep = _work(tmp_path / "w", ""), _work(tmp_path / "deep", "")
+    make_deep(deep, is_folder=True)
+    run = run_tests(deep, ["test_it.py::test_a"], timeout_s=10)
+    assert (run.score, run.exit_code, run.failed) == (0.0, None, ["test_it.py::test_a"])
+    assert "can't be read" in run.output
+    with pytest.raises(OSError, match="too long"):
+        run_tests(folder, ["t"], timeout_s=10, overlay=deep)
+
+
+@pytest.mark.parametrize(
+    "leave",
+    ["os.mkfifo(sys.argv[1])", "os.symlink('/dev/zero', sys.argv[1])"]
+    + [
+        f"open(sys.argv[1], 'w').write('<?xml version=\"1.0\" encoding=\"{x}\"?><a/>')"
+        for x in ("x", "utf-32")
+    ],
+)
+def test_what_is_no_report_passes_nothing(tmp_path: Path, leave: str) -> None:
+    command = [sys.executable, "-c", f"import os, sys; {leave}", "{report}"]
+    assert run_tests(_work(tmp_path / "w", ""), ["t"], timeout_s=10, command=command).score == 0.0
 
 
 def test_a_run_that_hangs_is_stopped_with_its_children(tmp_path: Path) -> None:
