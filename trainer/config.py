@@ -104,8 +104,9 @@ class AgentConfig:
     """A JSONL file (one task a line, with `task_id`, optionally `split`), or a function
     `tasks(split, n, seed)` that gives a list of tasks."""
     reward: str
-    """Called as `reward(task: dict, output) -> float | None` after the rollout ended, outside the
-    agent's process."""
+    """Called as `reward(task: dict, output) -> float | dict[str, float] | None` after the rollout ended,
+    outside the agent's process. `credit.reward_weights` says which names of a dict count; a number is called
+    `reward`."""
     concurrency: int = 16
     """Rollouts that one worker runs at the same time; 1 or more."""
     workers: int = 1
@@ -191,7 +192,7 @@ class EvalConfig:
     tasks_between: int = 64
     """Held-out tasks of the evaluations in between; 1 or more."""
     success_at: float = 1.0
-    """A rollout succeeded if its reward is at least this."""
+    """A rollout succeeded if its reward, summed as `credit.reward_weights` says, is at least this."""
     seed: int = 1_000_003
     """Seed of the held-out tasks."""
 

@@ -315,7 +315,7 @@ def _examples(store: Store, config: TrainConfig, version: int) -> list[Example]:
     ]
     ids = [[f"{stem}-{index:04d}" for index in range(config.eval.tasks)] for stem in stems]
     ended = store.rollouts(rollout_ids=[*ids[0], *ids[1]])
-    values = values_of(store, ended, config.rollout.reward_authors)
+    values = values_of(store, ended, config.rollout.reward_authors, config.credit.reward_weights)
     pairs = list(zip(*ids, strict=True))
     pair = next((pair for pair in pairs if values.get(pair[0]) != values.get(pair[1])), pairs[0])
     return [

@@ -1,6 +1,6 @@
 """Success on held-out tasks, with an interval."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,7 @@ def evaluate(
         before_round=before_round,
         on_progress=on_progress,
     )
-    values = values_of(store, ended, config.rollout.reward_authors)
+    values = values_of(store, ended, config.rollout.reward_authors, config.credit.reward_weights)
     successes = sum(values.get(r.rollout_id, 0.0) >= config.eval.success_at for r in rollouts)
     low, high = wilson_interval(successes, len(rollouts))
     return Evaluation(
@@ -100,13 +100,22 @@ def evaluate(
     )
 
 
-def values_of(store: Store, rollouts: Sequence[Rollout], authors: Sequence[str]) -> dict[str, float]:
-    """Outcome of each rollout that succeeded, as credit counts it; those without one are absent."""
+def values_of(
+    store: Store,
+    rollouts: Sequence[Rollout],
+    authors: Sequence[str],
+    weights: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """Outcome of each rollout that succeeded, as credit counts it; those without one are absent.
+
+    `weights` are `credit.reward_weights`; by default `reward` alone counts.
+    """
     ended = [rollout for rollout in rollouts if rollout.status is RolloutStatus.SUCCEEDED]
     given = by_rollout(store.rewards([rollout.rollout_id for rollout in ended]) if ended else ())
     found: dict[str, float] = {}
     for rollout in ended:
-        rewards = rewards_of(rollout, given.get(rollout.rollout_id, ()), (), authors=authors)
+        mine = given.get(rollout.rollout_id, ())
+        rewards = rewards_of(rollout, mine, (), authors=authors, weights=weights)
         if rewards.outcome is not None:
             found[rollout.rollout_id] = rewards.outcome
     return found

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+from spangrad.credit.rewards import by_rollout, rewards_of
 from spangrad.errors import ConfigError
 from spangrad.store import open_store
 from spangrad.store.base import Store
 from spangrad.store.keys import Keys
 from spangrad.store.records import Reward, RolloutStatus, Update, UpdateSample
 from spangrad.trainer.config import TrainConfig, resolve, to_dict
-from spangrad.trainer.evaluation import values_of
 from spangrad.trainer.learning import checkpoint
+from spangrad.trainer.rollouts.grading import other_names_told, rewards_given
 from spangrad.trainer.rollouts.scheduling import RunKeys
-from spangrad.trainer.rollouts.worker import as_reward
 
 logger = logging.getLogger(__name__)
 
@@ -99,16 +99,26 @@ def repair(store: Store, config: TrainConfig, keys: RunKeys, reward: Callable[..
     left = [rollout for rollout in rollouts if rollout.consumed_by is None]
     store.requeue([rollout.rollout_id for rollout in left if rollout.status is RolloutStatus.FAILED])
     ended = [rollout for rollout in left if rollout.status is RolloutStatus.SUCCEEDED]
-    known = values_of(store, ended, config.rollout.reward_authors)
-    again = []
+    known = by_rollout(store.rewards([rollout.rollout_id for rollout in ended]) if ended else ())
+    again: list[Reward] = []
+    other_names: str | None = None
     for rollout in ended:
         try:
-            value = as_reward(reward({**(rollout.task or {})}, rollout.output))
+            given = rewards_given(reward, rollout, rollout.output)
         except (Exception, SystemExit) as error:  # the reward stays as it is
             logger.warning("reward of %s: %s: %s", rollout.rollout_id, type(error).__name__, error)
             continue
-        if value is not None and value != known.get(rollout.rollout_id):
-            again.append(Reward(rollout_id=rollout.rollout_id, value=value, attempt=rollout.attempt))
+        other_names = other_names or other_names_told(given, config.credit.reward_weights)
+        before = rewards_of(
+            rollout,
+            known.get(rollout.rollout_id, ()),
+            (),
+            authors=config.rollout.reward_authors,
+            weights={one.name: 1.0 for one in given},
+        )
+        again += [one for one in given if one.value != before.components[one.name]]
+    if other_names is not None:
+        logger.warning("%s", other_names)
     if again:
         evaluator = open_store(config.hub.url, keys.evaluator)
         evaluator.put_rewards(again)

@@ -85,12 +85,14 @@ def test_an_expert_whose_rollouts_all_failed_has_no_calls(store):
 def test_name_in_the_cache_changes_with_everything_that_makes_the_policy(train, monkeypatch):
     other_learner = dataclasses.replace(train.learner, betas=(0.9, 0.9))
     other_agent = dataclasses.replace(train.agent, reward="other.py:reward")
+    other_credit = dataclasses.replace(train.credit, reward_weights={"other": 1.0})
     names = [
         cache_name(CONFIG, train, 0),
         cache_name(CONFIG, train, 1),
         cache_name(dataclasses.replace(CONFIG, steps=7), train, 0),
         cache_name(CONFIG, dataclasses.replace(train, learner=other_learner), 0),
         cache_name(CONFIG, dataclasses.replace(train, agent=other_agent), 0),
+        cache_name(CONFIG, dataclasses.replace(train, credit=other_credit), 0),
     ]
     version = importlib.metadata.version
     for package in ("torch", "transformers"):

@@ -133,6 +133,7 @@ def cache_name(config: WarmStartConfig, train: TrainConfig, seed: int) -> str:
     agent = train.agent
     settings = [asdict(config), asdict(train.learner), seed, train.eval.success_at]
     settings += [agent.function, agent.tasks, agent.reward, dict(agent.env)]
+    settings += [dict(train.credit.reward_weights)]
     settings += [importlib.metadata.version(name) for name in ("torch", "transformers")]
     digest.update(json.dumps(settings, default=str).encode())
     trainer = Path(__file__).resolve().parent.parent
@@ -179,11 +180,17 @@ def record_expert(
         [rollout.rollout_id for rollout in rollouts],
         train.rollout.reward_authors,
         success_at=train.eval.success_at,
+        reward_weights=train.credit.reward_weights,
     )
 
 
 def read_expert(
-    store: Store, rollout_ids: Sequence[str], reward_authors: Sequence[str], *, success_at: float
+    store: Store,
+    rollout_ids: Sequence[str],
+    reward_authors: Sequence[str],
+    *,
+    success_at: float,
+    reward_weights: Mapping[str, float] | None = None,
 ) -> ExpertRecord:
     """What ended rollouts of the expert recorded.
 
@@ -192,10 +199,11 @@ def read_expert(
         rollout_ids: All of them, at least one, whatever became of them.
         reward_authors: Whose rewards count.
         success_at: Least reward of a rollout that was right.
+        reward_weights: What a reward is made of; by default the one called `reward`.
     """
     ended = store.rollouts(rollout_ids=rollout_ids)
     kept = [rollout for rollout in ended if rollout.status is RolloutStatus.SUCCEEDED]
-    values = values_of(store, kept, reward_authors)
+    values = values_of(store, kept, reward_authors, reward_weights)
     return ExpertRecord(
         calls=calls_of(store, [rollout.rollout_id for rollout in kept]),
         success=sum(value >= success_at for value in values.values()) / len(rollout_ids),

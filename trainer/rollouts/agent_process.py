@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from spangrad.errors import RolloutError
+from spangrad.store.records import DEFAULT_REWARD
 from spangrad.trainer.processes import QUIET_ENV, die_with_parent, last_line
 
 
@@ -50,6 +51,8 @@ class WorkerConfig:
     engine_wait_s: float = 180.0
     has_gateway: bool = True
     """False: `gateway_url` is no gateway but some other server that speaks OpenAI's API (an expert, say)."""
+    reward_names: tuple[str, ...] = (DEFAULT_REWARD,)
+    """Rewards that count; others are stored and told."""
 
     @property
     def host_identity(self) -> tuple[object, ...]:

@@ -96,6 +96,7 @@ def worker_config(
         policy_version=policy_version,
         env=config.agent.env,
         engine_wait_s=config.serving.engine_wait_s,
+        reward_names=tuple(config.credit.reward_weights),
     )
 
 
@@ -138,7 +139,10 @@ def run_rollouts(
             continue
         if before_round is not None:
             before_round()
-        reports += _POOL.run(worker, workers)
+        done = _POOL.run(worker, workers)
+        for text in sorted({one.other_names for one in done if one.other_names is not None}):
+            logger.warning("%s", text)
+        reports += done
 
 
 class _Pool:

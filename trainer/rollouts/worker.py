@@ -11,14 +11,14 @@ happens here, after the rollout has ended.
 * Time in which the worker waits for the gateway or its engine counts in no rollout's timeout.
 * A failed or overdue attempt is requeued while attempts are left; half a rollout is
   never marked as succeeded.
-* A reward function that raises gives no reward, not 0; it is counted.
+* A reward function that raises gives no reward, not 0; it is counted. One that gives several has them all
+  stored by name; names that differ from those that count are told, once.
 * After a failure the worker waits for the engine before it claims more; an engine that came
   back with other weights gets no rollouts.
 * A crash of the agent's process costs an attempt only where it is known whose fault it was.
 """
 
 import logging
-import math
 import os
 import threading
 import time
@@ -35,6 +35,7 @@ from spangrad.store.base import Store
 from spangrad.store.records import Reward, Rollout, RolloutStatus
 from spangrad.trainer.rollouts.agent_process import AgentProcess, WorkerConfig
 from spangrad.trainer.rollouts.gateway_client import GatewayState, flush, wait_for_engine
+from spangrad.trainer.rollouts.grading import other_names_told, rewards_given
 from spangrad.trainer.serving.publish import served_version
 from spangrad.user_code import load_callable
 
@@ -62,6 +63,8 @@ class WorkerReport:
     """The engine serves another version than the rollouts are for: it was restarted."""
     first_error: str | None = None
     """Text of the first failure or reward error, for the person who looks."""
+    other_names: str | None = None
+    """How names of the function's rewards differ from those that count; None: they don't, or it was said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,8 @@ class RolloutWorker:
         """Hold nothing yet."""
         self._name = f"worker-{os.getpid()}"
         self._host: AgentProcess | None = None
+        self._told = set[str]()
+        """What was said of names of rewards; it is said once, not every update."""
 
     def run(self, config: WorkerConfig) -> WorkerReport:
         """Work until the queue has nothing left for this run and split.
@@ -226,18 +231,20 @@ class RolloutWorker:
         return is_flushed
 
     def _finish(self, rollout: Rollout, output: Any) -> None:
-        value = None
+        rewards: list[Reward] = []
         if self._reward is not None:
             try:
-                value = as_reward(self._reward({**(rollout.task or {})}, output))
+                rewards = rewards_given(self._reward, rollout, output)
             except (Exception, SystemExit) as error:  # the reward is missing, not 0
                 self._report.reward_errors += 1
                 self._remember(f"reward of {rollout.rollout_id}: {type(error).__name__}: {error}")
+        other_names = other_names_told(rewards, self._config.reward_names)
+        if other_names is not None and other_names not in self._told:
+            self._told.add(other_names)
+            self._report.other_names = other_names
         try:
-            if value is not None:
-                self._store.put_rewards(
-                    [Reward(rollout_id=rollout.rollout_id, value=value, attempt=rollout.attempt)]
-                )
+            if rewards:
+                self._store.put_rewards(rewards)
             self._store.finish(rollout.rollout_id, rollout.attempt, output=output)
             self._report.finished += 1
         except LeaseLostError:
@@ -330,16 +337,3 @@ class RolloutWorker:
         if self._report.first_error is None:
             self._report.first_error = text
             logger.warning("%s", text)
-
-
-def as_reward(value: Any) -> float | None:
-    """What a reward function returned, as a finite number or None.
-
-    Raises:
-        ValueError: It is neither.
-    """
-    if value is None:
-        return None
-    if isinstance(value, str) or not math.isfinite(number := float(value)):
-        raise ValueError(f"the reward function returned {value!r}, expected a finite number or None")
-    return number
