@@ -132,6 +132,38 @@ def test_a_runs_config_says_what_counts(store: str, tmp_path: Path) -> None:
     assert (card["filters"]["min_grade"], card["splits"]["train"]["grades"]) == ("exact", {"exact": 3})
 
 
+def config_of(folder: Path, objective: str) -> str:
+    file = folder / "run.toml"
+    agent = '[agent]\nfunction = "a:run"\ntasks = "a:tasks"\nreward = "a:reward"\n'
+    file.write_text(f'[run]\nid = "run"\n{agent}[learner]\nobjective = "{objective}"\n')
+    return str(file)
+
+
+def test_a_config_that_trains_text_has_text_exported(tokenizer: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "picnic.duckdb")
+    with open_store(path) as opened:
+        ingest([MULTI_TURN], opened)
+        opened.put_rewards([Reward(one.rollout_id, 1.0) for one in opened.rollouts()])
+    awr = ("--config", config_of(tmp_path, "awr"), "--tokenizer", tokenizer)
+    card = export(tmp_path / "out", "transitions", path, *awr)
+    assert (card["filters"]["min_grade"], card["filters"]["clone"]) == ("text", False)
+    assert card["splits"]["train"]["grades"] == {"text": 4}
+
+
+@pytest.mark.parametrize("objective", ["bc", "dpo", "kto"])
+def test_a_config_whose_rows_are_preferences_is_refused_for_transitions_alone(
+    store: str, tmp_path: Path, objective: str
+) -> None:
+    config = ("--config", config_of(tmp_path, objective))
+    with pytest.raises(
+        ConfigError, match=f"'{objective}' takes no advantages .* --format trl-dpo writes pairs"
+    ):
+        export(tmp_path / "out", "transitions", store, *config)
+    assert not (tmp_path / "out").exists()
+    export(tmp_path / "cloned", "transitions", store, *config, "--clone")
+    export(tmp_path / "pairs", "trl-dpo", store, *config)
+
+
 @pytest.mark.slow
 def test_a_hub_gives_the_same_bytes_as_its_file(store: str, tmp_path: Path) -> None:
     copy = tmp_path / "copy.duckdb"

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from spangrad.adapters import account_unread, ingest
+from spangrad.cli import app
 from spangrad.store import open_store
 from spangrad.store.file_store import FileStore
 from spangrad.store.records import Reward, Rollout, RolloutStatus
@@ -305,6 +307,54 @@ def test_the_reward_that_is_shown_is_the_one_that_trains(mixed: str) -> None:
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["reward"] for row in rows] == [0.0, 1.0, None]  # not 7: no trainer asks for `style`
     assert "1 rollouts have a reward 'style' of author operator, which trains nothing" in done.stderr
+
+
+def config_of(folder: Path, more: str) -> str:
+    file = folder / "run.toml"
+    agent = '[agent]\nfunction = "a:run"\ntasks = "a:tasks"\nreward = "a:reward"\n'
+    file.write_text(f'[run]\nid = "run"\n{agent}{more}')
+    return str(file)
+
+
+def test_transitions_of_a_config_are_what_its_objective_trains(mixed: str, tmp_path: Path) -> None:
+    def of(objective: str, more: str = "") -> list[tuple[str, list[bool], float]]:
+        config = config_of(tmp_path, f'[learner]\nobjective = "{objective}"\n{more}')
+        rows = listed("transitions", "--store", mixed, "--config", config, "--json")
+        return [
+            (row["rollout_id"], [one["is_good"] for one in row.get("preferences", [])], row["advantages"][-1])
+            for row in rows
+        ]
+
+    assert of("bc") == [("train-1", [], 1.0)]  # worth 1; the other is worth 0
+    assert of("bc", "[preference]\ngood_at = 2.0\n") == []
+    assert of("kto") == [("train-0", [False], -1.0), ("train-1", [True], 1.0)]
+    assert of("dpo") == []  # they say the same
+    grpo = [("train-0", [], pytest.approx(-1.0, abs=1e-5)), ("train-1", [], pytest.approx(1.0, abs=1e-5))]
+    assert of("ppo") == of("awr") == grpo
+
+
+def test_transitions_of_a_config_that_trains_text_render_it(tmp_path: Path) -> None:
+    from tests.trainer.small_policy import make_tokenizer
+
+    path = str(tmp_path / "store.duckdb")
+    with open_store(path) as opened:
+        opened.enqueue([Rollout(name, group_id="g", run_id="run", max_attempts=1) for name in "ab"])
+        for number, rollout in enumerate(opened.claim(worker="w", limit=2), start=1):
+            opened.put_otlp(recorded(rollout.rollout_id, number, ids=False))
+            opened.finish(rollout.rollout_id, 0)
+        opened.put_rewards([Reward("a", 1.0), Reward("b", 0.0)])
+    awr = ("transitions", "--store", path, "--config", config_of(tmp_path, '[learner]\nobjective = "awr"\n'))
+    done = CliRunner().invoke(app, awr, catch_exceptions=False)
+    assert "2 calls have no token ids" in done.stderr and ": --tokenizer MODEL_FOLDER renders" in done.stderr
+    make_tokenizer().save_pretrained(str(tmp_path / "policy"))
+    rows = listed(*awr, "--tokenizer", str(tmp_path / "policy"), "--json")
+    assert [(row["rollout_id"], row["grade"], row["advantages"][-1] > 0) for row in rows] == [
+        ("a", "text", True),
+        ("b", "text", False),
+    ]
+    ppo = config_of(tmp_path, "")
+    done = CliRunner().invoke(app, ("transitions", "--store", path, "--config", ppo), catch_exceptions=False)
+    assert "not trained, 2x: grade text, exact is needed" in done.stderr
 
 
 def test_transitions_take_the_config_of_a_demo(mixed: str) -> None:

@@ -20,6 +20,7 @@ from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.learning.rendering import ChatTokenizer, with_rendered_ids
 from spangrad.trainer.learning.vocabulary import check_size
+from spangrad.trainer.row_settings import row_settings
 from spangrad.trainer.serving.weight_files import check_model_folder
 
 logger = logging.getLogger(__name__)
@@ -47,18 +48,10 @@ class Crediting:
         batch = credited_rows(
             store,
             rollouts,
-            config.credit if self._objective.needs_credit else None,
-            min_grade=self._objective.min_grade,
-            reward_weights=None if self._objective.needs_credit else config.credit.reward_weights,
-            authors=config.rollout.reward_authors,
             policy_version=policy_version,
             max_staleness=config.rollout.max_staleness,
-            aggregation=config.rollout.aggregation,
-            constant=config.rollout.aggregation_tokens,
             render=self._rendered,
-            target=config.preference.target,
-            prefer=config.preference.prefer(config.learner.objective),
-            base_dir=config.base_dir,
+            **row_settings(config),
         )
         if batch.diagnostics.get("shaping/passes") == 0:
             logger.warning(

@@ -33,6 +33,7 @@ from spangrad.store.records import DEFAULT_REWARD
 if TYPE_CHECKING:
     from spangrad.adapters.datasets.card import Card
     from spangrad.commands.transition_files import Credit
+    from spangrad.trainer.config import TrainConfig
 
 
 class ExportFormat(StrEnum):
@@ -84,7 +85,10 @@ def export(
     ] = 0.0,
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="Config of a run, TOML: its estimators and reward authors."),
+        typer.Option(
+            "--config",
+            help="Config of a run, TOML: its estimators, reward authors and, for transitions, grade.",
+        ),
     ] = None,
     author: Annotated[
         list[str] | None,
@@ -98,8 +102,8 @@ def export(
         Path | None,
         typer.Option(
             "--tokenizer",
-            help="Of transitions: model folder whose tokenizer token ids are checked against; with --clone it"
-            " gives calls of text theirs.",
+            help="Of transitions: model folder whose tokenizer token ids are checked against; with --clone,"
+            " or a --config that trains text, it gives calls of text theirs.",
         ),
     ] = None,
     keep_unknown_tools: KeepUnknownToolsOption = False,
@@ -136,9 +140,16 @@ def export(
         raise ConfigError(
             f"{form.value} copies what came in; only --sql, --rollout and --run choose among it"
         )
-    credit = _credit(config, author, reward, tokenizer, clone=clone, keep_unknown_tools=keep_unknown_tools)
+    settings = None
+    if config is not None:
+        from spangrad.trainer.config import load_config
+
+        settings = load_config(config)
+        if form.value == TRANSITIONS and not clone:
+            _check_objective(config, settings.learner.objective)
+    credit = _credit(settings, author, reward, tokenizer, clone=clone, keep_unknown_tools=keep_unknown_tools)
     renders = credit.render is not None and clone
-    grade = min_grade or _default_grade(config, is_text=renders or form.value != TRANSITIONS)
+    grade = min_grade or _default_grade(settings, is_text=renders or form.value != TRANSITIONS)
     known = FORMATS.get(form.value)
     filters = Filters(
         min_grade=Grade(grade.value),
@@ -154,8 +165,24 @@ def export(
     _tell(out, card, as_json=as_json)
 
 
+def _check_objective(config: Path, name: str) -> None:
+    """Refuse a config whose rows transitions have no columns for.
+
+    Raises:
+        ConfigError: The objective learns from preferences, not from advantages.
+    """
+    from spangrad.trainer.learning.objectives import OBJECTIVES
+
+    if not OBJECTIVES[name].needs_credit:
+        raise ConfigError(
+            f"--config {str(config)!r}: learner.objective {name!r} takes no advantages but better and worse"
+            " rollouts, for which transitions have no column; `spangrad transitions --config` shows its rows,"
+            " --format trl-dpo writes pairs, and --clone --min-reward what is good enough to be cloned"
+        )
+
+
 def _credit(
-    config: Path | None,
+    settings: "TrainConfig | None",
     author: list[str] | None,
     reward: str,
     tokenizer: Path | None,
@@ -170,10 +197,7 @@ def _credit(
 
     authors: Sequence[str] = DEFAULT_AUTHORS
     credit, base_dir = CreditConfig(), "."
-    if config is not None:
-        from spangrad.trainer.config import load_config
-
-        settings = load_config(config)
+    if settings is not None:
         credit, authors = settings.credit, settings.rollout.reward_authors
         base_dir = settings.base_dir
     if reward != DEFAULT_REWARD:
@@ -183,14 +207,19 @@ def _credit(
     render = None
     if tokenizer is not None:
         require("`spangrad export --tokenizer`", "train")
-        render = renderer(tokenizer, clone=clone, keep_unknown_tools=keep_unknown_tools)
+        renders = clone or _default_grade(settings, is_text=False) is MinGrade.TEXT
+        render = renderer(tokenizer, clone=renders, keep_unknown_tools=keep_unknown_tools)
     return Credit(None if clone else credit, author or authors, reward, render, base_dir, keep_unknown_tools)
 
 
-def _default_grade(config: Path | None, *, is_text: bool) -> MinGrade:
+def _default_grade(settings: "TrainConfig | None", *, is_text: bool) -> MinGrade:
     if is_text:
         return MinGrade.TEXT
-    return MinGrade.IDS if config is None else MinGrade.EXACT
+    if settings is None:
+        return MinGrade.IDS
+    from spangrad.trainer.learning.objectives import OBJECTIVES
+
+    return MinGrade(OBJECTIVES[settings.learner.objective].min_grade)
 
 
 def _tell(out: Path, card: "Card", *, as_json: bool) -> None:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from spangrad.credit.transition import Transition
     from spangrad.store.base import Store
     from spangrad.store.records import Rollout
-    from spangrad.trainer.config import TrainConfig
+    from spangrad.trainer.row_settings import RowSettings
 
 SplitOption = Annotated[
     str | None,
@@ -136,15 +136,18 @@ def transitions(
         Path | None,
         typer.Option(
             "--config",
-            help="Config of a run, or demo.toml of a demo: its estimators, reward authors, grade and weights;"
-            " without, GRPO.",
+            help="Config of a run, or demo.toml of a demo: its objective, estimators, reward authors, grade"
+            " and weights; without, GRPO.",
         ),
     ] = None,
     author: AuthorOption = None,
     reward: RewardOption = DEFAULT_REWARD,
     min_grade: Annotated[
         str | None,
-        typer.Option("--min-grade", help="Worst grade to train: exact (as a run does) or ids (default)."),
+        typer.Option(
+            "--min-grade",
+            help="Worst grade to train: exact, ids (default) or text; with --config, as its objective needs.",
+        ),
     ] = None,
     clone: Annotated[
         bool, typer.Option("--clone", help="Without rewards: advantage 1 everywhere, as cloning has it.")
@@ -153,8 +156,8 @@ def transitions(
         Path | None,
         typer.Option(
             "--tokenizer",
-            help="Model folder whose tokenizer token ids are checked against; with --clone its chat template"
-            " gives calls of grade text theirs.",
+            help="Model folder whose tokenizer token ids are checked against; with --clone, or a --config"
+            " that trains text, its chat template gives calls of grade text theirs.",
         ),
     ] = None,
     keep_unknown_tools: KeepUnknownToolsOption = False,
@@ -171,39 +174,27 @@ def transitions(
     """
     from spangrad.adapters.report import other_rewards
     from spangrad.credit import row_to_json
-    from spangrad.credit.assign import CreditConfig
     from spangrad.credit.pipeline import credited_rows
     from spangrad.credit.rendered import models_of_row
-    from spangrad.credit.rewards import DEFAULT_AUTHORS
 
     check_authors(author or ())
-    render = _render(tokenizer, clone=clone, keep_unknown_tools=keep_unknown_tools)
-    settings = None if config is None else _settings(config)
-    grade = "text" if render is not None and clone else min_grade or ("ids" if settings is None else "exact")
+    settings = _settings(config, clone=clone, reward=reward)
+    renders = clone or settings["min_grade"] == "text"
+    render = _render(tokenizer, clone=clone, renders=renders, keep_unknown_tools=keep_unknown_tools)
+    if author:
+        settings["authors"] = author
+    if render is not None and clone:
+        settings["min_grade"] = "text"
+    elif min_grade is not None:
+        settings["min_grade"] = min_grade
+    weights = settings["reward_weights"] or {}
     with opened(store, key) as opened_store:
         wanted = rollouts_that_fit(opened_store, store, rollouts=rollout, run=run, split=split)
         if not (rollout or split):
             wanted = trained_on(wanted, clone=clone)
-        credit = CreditConfig() if settings is None else settings.credit
-        if reward != DEFAULT_REWARD:
-            credit = replace(credit, reward_weights={reward: 1.0})
-        authors = DEFAULT_AUTHORS if settings is None else settings.rollout.reward_authors
         compared = [wanted] if clone else _with_groups(opened_store, wanted)
-        batches = [
-            credited_rows(
-                opened_store,
-                part,
-                None if clone else credit,
-                min_grade=grade,
-                authors=author or authors,
-                aggregation="rollout-token-mean" if settings is None else settings.rollout.aggregation,
-                constant=None if settings is None else settings.rollout.aggregation_tokens,
-                render=render,
-                base_dir="." if settings is None else settings.base_dir,
-            )
-            for part in compared
-        ]
-        others = {} if clone else other_rewards(opened_store, *credit.reward_weights)
+        batches = [credited_rows(opened_store, part, render=render, **settings) for part in compared]
+        others = {} if clone else other_rewards(opened_store, *weights)
     every = [row for one in batches for row in one.rows]
     splits = {found.rollout_id: found.split for found in wanted}
     shown = [row for row in every if row.rollout_id in splits]
@@ -213,6 +204,7 @@ def transitions(
             "split": splits[row.rollout_id],
             "model": ", ".join(models_of_row(row, calls)),
             **row_to_json(row),
+            **({"preferences": [asdict(one) for one in row.preferences]} if row.preferences else {}),
         }
         for row in shown
     ]
@@ -223,9 +215,10 @@ def transitions(
     _tell_shaping(batches)
     _tell_ids(batches, shown, calls, is_checked=render is not None)
     _tell_measured([found for found in wanted if is_measured(found)])
-    _tell_refused(batches, splits, render)
+    _tell_preferences(shown)
+    _tell_refused(batches, splits, render, renders=renders)
     if others:
-        note(other_names(credit.reward_weights, others))
+        note(other_names(weights, others))
 
 
 _REASONS_SHOWN: Final = 10
@@ -268,13 +261,15 @@ def _calls(
     return calls, known
 
 
-def _render(tokenizer: Path | None, *, clone: bool, keep_unknown_tools: bool) -> "Render | None":
+def _render(
+    tokenizer: Path | None, *, clone: bool, renders: bool, keep_unknown_tools: bool
+) -> "Render | None":
     if keep_unknown_tools and not (tokenizer and clone):
         raise ConfigError(KEEPS_WITHOUT_RENDERING)
     if tokenizer is None:
         return None
     require("`spangrad transitions --tokenizer`", "train")
-    return renderer(tokenizer, clone=clone, keep_unknown_tools=keep_unknown_tools)
+    return renderer(tokenizer, clone=renders, keep_unknown_tools=keep_unknown_tools)
 
 
 def _tell_measured(measured: "Sequence[Rollout]") -> None:
@@ -284,6 +279,14 @@ def _tell_measured(measured: "Sequence[Rollout]") -> None:
             f"no update trains on these {len(measured)} rollouts of split {splits}, which only measure:"
             " advantage and loss weight are what they would be"
         )
+
+
+def _tell_preferences(rows: "Sequence[Transition]") -> None:
+    """Say of what kind the rows of a preference loss are: each row says it with --json."""
+    judged = {(row.rollout_id, one.id, one.is_good) for row in rows for one in row.preferences}
+    if judged:
+        good = sum(is_good for _, _, is_good in judged)
+        note(f"the objective compares: {good} good and {len(judged) - good} bad (--json: preferences)")
 
 
 def _tell_shaping(batches: "Sequence[CreditedBatch]") -> None:
@@ -313,7 +316,9 @@ def _tell_ids(
         note(f"rendered, {count}x: {kind}")
 
 
-def _tell_refused(batches: "Sequence[CreditedBatch]", ids: Collection[str], render: "Render | None") -> None:
+def _tell_refused(
+    batches: "Sequence[CreditedBatch]", ids: Collection[str], render: "Render | None", *, renders: bool
+) -> None:
     """Say what is not trained, and what would make rows of calls that are only text."""
     from spangrad.adapters.grading import TOOLS_UNKNOWN
     from spangrad.adapters.model_call import Grade
@@ -339,14 +344,37 @@ def _tell_refused(batches: "Sequence[CreditedBatch]", ids: Collection[str], rend
     if texts and render is None:
         note(
             f"{texts} calls have no token ids, and only a tokenizer can make rows of them:"
-            " --clone --tokenizer MODEL_FOLDER renders them with the chat template in that folder"
+            f" {'' if renders else '--clone '}--tokenizer MODEL_FOLDER renders them with the chat template in"
+            " that folder"
         )
 
 
-def _settings(config: Path) -> "TrainConfig":
-    from spangrad.trainer.config import load_config
+def _settings(config: Path | None, *, clone: bool, reward: str) -> "RowSettings":
+    """As a run with this config has them, but for what other options ask for."""
+    from spangrad.credit.assign import CreditConfig
+    from spangrad.credit.rewards import DEFAULT_AUTHORS, DEFAULT_WEIGHTS
 
-    return load_config(config, besides=("warm_start",))
+    settings: RowSettings = {
+        "config": CreditConfig(),
+        "min_grade": "ids",
+        "reward_weights": DEFAULT_WEIGHTS,
+        "authors": DEFAULT_AUTHORS,
+        "aggregation": "rollout-token-mean",
+        "constant": None,
+        "target": "actions",
+        "prefer": None,
+        "base_dir": ".",
+    }
+    if config is not None:
+        from spangrad.trainer.config import load_config
+        from spangrad.trainer.row_settings import row_settings
+
+        settings = row_settings(load_config(config, besides=("warm_start",)))
+    if clone:
+        settings |= {"config": None, "prefer": None, "target": "actions"}
+    if reward != DEFAULT_REWARD:
+        settings["reward_weights"] = {reward: 1.0}
+    return settings
 
 
 def _summary(row: dict[str, Any]) -> dict[str, Any]:
