@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -329,7 +330,10 @@ def test_transitions_of_a_config_are_what_its_objective_trains(mixed: str, tmp_p
     assert of("bc", "[preference]\ngood_at = 2.0\n") == []
     assert of("kto") == [("train-0", [False], -1.0), ("train-1", [True], 1.0)]
     assert of("dpo") == []  # they say the same
-    grpo = [("train-0", [], pytest.approx(-1.0, abs=1e-5)), ("train-1", [], pytest.approx(1.0, abs=1e-5))]
+    grpo: list[Any] = [
+        ("train-0", [], pytest.approx(-1.0, abs=1e-5)),
+        ("train-1", [], pytest.approx(1.0, abs=1e-5)),
+    ]
     assert of("ppo") == of("awr") == grpo
 
 
