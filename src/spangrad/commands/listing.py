@@ -371,7 +371,8 @@ def _settings(config: Path | None, *, clone: bool, reward: str) -> "RowSettings"
 
         settings = row_settings(load_config(config, besides=("warm_start",)))
     if clone:
-        settings |= {"config": None, "prefer": None, "target": "actions"}
+        settings["config"] = settings["prefer"] = None
+        settings["target"] = "actions"
     if reward != DEFAULT_REWARD:
         settings["reward_weights"] = {reward: 1.0}
     return settings
