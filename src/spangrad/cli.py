@@ -129,10 +129,6 @@ def main() -> None:
         sys.stdout.flush()
         print(f"spangrad: {error}", file=sys.stderr)
         sys.exit(1)
-    except RuntimeError as error:
-        if str(error) != "Query interrupted":
-            raise
-        sys.exit(130)  # Ctrl-C while DuckDB opens a file, for which it has an error of its own
     except BrokenPipeError:
         # The reader of our output has enough (`spangrad rollouts | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -111,6 +111,8 @@ class Database:
             self.partitions.look(self._con)
         except (duckdb.Error, OSError) as error:
             raise store_error(error, self.path) from error
+        except RuntimeError as error:
+            raise _interrupted(error) from error
 
     @contextmanager
     def transaction(self) -> Iterator[duckdb.DuckDBPyConnection]:
@@ -308,6 +310,8 @@ def _connect(path: Path, read_only: bool) -> duckdb.DuckDBPyConnection:
         return con
     except (duckdb.Error, OSError) as error:
         raise store_error(error, path) from error
+    except RuntimeError as error:
+        raise _interrupted(error) from error
 
 
 def _register(path: Path) -> None:
