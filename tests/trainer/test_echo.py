@@ -1,15 +1,11 @@
 """Cross-entropy on observations beside the objective."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.adapters.building import call
-from tests.trainer.small_policy import make_policy
 from torch import Tensor
 
 from spangrad.adapters.call_tree import build_tree
@@ -18,20 +14,6 @@ from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import transitions
 from spangrad.errors import CreditError
 from spangrad.trainer.learning.learner import Learner
-from spangrad.trainer.learning.learner_config import LearnerConfig
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("models") / "policy")
-
-
-@pytest.fixture
-def make_learner(policy: Path) -> Callable[..., Learner]:
-    def make(**settings: Any) -> Learner:
-        return Learner(LearnerConfig(**{"model_path": str(policy), "lr": 1e-3, "threads": 1, **settings}))
-
-    return make
 
 
 def conversations(*, spoken: int = 7) -> list[Transition]:

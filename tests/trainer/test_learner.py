@@ -2,7 +2,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,19 +26,6 @@ from spangrad.trainer.learning.model import target_stats
 from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.learning.output_head import HeadForm
 from spangrad.trainer.learning.packing import pack, whole_groups
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("models") / "policy")
-
-
-@pytest.fixture
-def make_learner(policy: Path) -> Callable[..., Learner]:
-    def make(**settings: Any) -> Learner:
-        return Learner(LearnerConfig(**{"model_path": str(policy), "lr": 1e-3, "threads": 1, **settings}))
-
-    return make
 
 
 def on_policy(learner: Learner, rows: Sequence[Transition]) -> list[Transition]:

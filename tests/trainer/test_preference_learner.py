@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.trainer.small_policy import make_model, make_policy, make_row
+from tests.trainer.small_policy import make_model, make_row
 from torch import Tensor
 
 from spangrad.credit.labels import labelled, mismatched
@@ -19,19 +18,6 @@ from spangrad.trainer.learning.learner import Learner
 from spangrad.trainer.learning.learner_config import LearnerConfig
 
 Make = Callable[..., Learner]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("models") / "policy")
-
-
-@pytest.fixture
-def make_learner(policy: Path) -> Make:
-    def make(**settings: Any) -> Learner:
-        return Learner(LearnerConfig(**{"model_path": str(policy), "lr": 1e-3, "threads": 1, **settings}))
-
-    return make
 
 
 RETURNS = {f"r{k}": float(k % 2) for k in range(6)}
