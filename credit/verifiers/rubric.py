@@ -20,7 +20,6 @@ import httpx
 
 from spangrad.errors import ConfigError, EngineError
 from spangrad.tracer import conventions as c
-from spangrad.tracer.structure.marks import purpose
 
 _INSTRUCTIONS: Final = """\
 You grade an answer by the criteria below. The task stands between two lines TASK {mark}, the answer between
@@ -127,8 +126,7 @@ class Judge:
             if attempt:
                 time.sleep(min(8.0, 0.5 * 2**attempt))
             try:
-                with purpose("judge"):
-                    response = self._client.post(self._url, json=body)
+                response = self._client.post(self._url, json=body)
             except httpx.HTTPError as error:
                 failure = f"{type(error).__name__}: {error}"
                 continue
