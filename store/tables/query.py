@@ -8,7 +8,7 @@ SELECT or EXPLAIN statement is run, and it runs in a read-only transaction, so n
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import date, time
 from decimal import Decimal
 from typing import Any, Final
@@ -103,7 +103,8 @@ def _asked(
 
         def stop() -> None:
             is_late.set()
-            con.interrupt()
+            with suppress(duckdb.ConnectionException):  # closed meanwhile
+                con.interrupt()
 
         def failure(error: Exception) -> Exception:
             if is_late.is_set():
@@ -117,8 +118,9 @@ def _asked(
             return StoreError(f"{str(database.path)!r}: {' '.join(str(error).split())}")
 
         timer = threading.Timer(timeout_s, stop)
-        timer.start()
+        timer.daemon = True  # Ctrl-C may come before it can be cancelled: the process ends all the same
         try:
+            timer.start()
             _check(con, sql)
             database.partitions.unite_for(con, sql)
             yield con, failure
