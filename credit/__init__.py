@@ -1,8 +1,9 @@
 """spangrad.credit: rewards -> advantages -> masked, weighted rows. See README.md in this folder."""
 
 from spangrad.credit.aggregation import weigh
-from spangrad.credit.assign import CreditConfig, CreditResult, assign
+from spangrad.credit.assign import CreditResult, assign
 from spangrad.credit.compare import Comparison, compare
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.filters import overlong_penalty, top_p_by_spread, top_share_by_spread, with_spread
 from spangrad.credit.gae import gae_steps, gae_tokens
 from spangrad.credit.gdpo import gdpo

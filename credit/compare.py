@@ -16,8 +16,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from spangrad.credit.assign import CreditConfig, CreditResult, assign
+from spangrad.credit.assign import CreditResult, assign
 from spangrad.credit.batch import group_of
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.diagnostics import CreditDiagnostics
 from spangrad.credit.groups import Floats
 from spangrad.credit.types import Step, Trajectory

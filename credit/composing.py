@@ -17,7 +17,7 @@ from spangrad.credit.scoring import with_potentials
 from spangrad.credit.types import Trajectory
 
 if TYPE_CHECKING:
-    from spangrad.credit.assign import CreditConfig
+    from spangrad.credit.credit_config import CreditConfig
 
 
 def scored_batch(scored: Sequence[Trajectory], config: "CreditConfig") -> Batch:

@@ -36,7 +36,7 @@ from spangrad.credit.types import Trajectory
 from spangrad.errors import CreditError
 
 if TYPE_CHECKING:
-    from spangrad.credit.assign import CreditConfig
+    from spangrad.credit.credit_config import CreditConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,7 @@ from spangrad.credit.types import Trajectory
 from spangrad.errors import CreditError
 
 if TYPE_CHECKING:
-    from spangrad.credit.assign import CreditConfig
+    from spangrad.credit.credit_config import CreditConfig
 
 MISSING: Final = "missing_reward"
 MISSING_SCORE: Final = "missing_score"

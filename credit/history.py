@@ -15,7 +15,7 @@ import numpy as np
 
 from spangrad.adapters.calls import calls_of
 from spangrad.adapters.model_call import ModelCall
-from spangrad.credit.assign import CreditConfig
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.groups import labels
 from spangrad.credit.rewards import by_rollout, total_reward
 from spangrad.credit.running import rollouts_remembered, running_baselines

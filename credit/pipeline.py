@@ -16,8 +16,9 @@ from spangrad.adapters.call_tree import build_tree, in_order
 from spangrad.adapters.calls import calls_of
 from spangrad.adapters.model_call import Grade, ModelCall, Purpose
 from spangrad.credit.aggregation import Aggregation, weigh
-from spangrad.credit.assign import CreditConfig, assign
+from spangrad.credit.assign import assign
 from spangrad.credit.books import check_books, dropped_tokens
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.forks import parents_of
 from spangrad.credit.history import baselines_of
 from spangrad.credit.observations import observation_rows

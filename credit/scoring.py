@@ -28,7 +28,7 @@ from spangrad.errors import ConfigError, CreditError
 from spangrad.user_code import load_callable
 
 if TYPE_CHECKING:
-    from spangrad.credit.assign import CreditConfig
+    from spangrad.credit.credit_config import CreditConfig
 
 BY_REWARD: Final = "reward:"
 NEW_OBJECTIVES: Final = ("score_gain", "terms")

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import Any, Final, cast
 
-from spangrad.credit.assign import CreditConfig, Episode, StepName
+from spangrad.credit.credit_config import CreditConfig, Episode, StepName
 from spangrad.credit.estimators import BOTH_TERMS
 from spangrad.errors import ConfigError
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Final, Literal
 
-from spangrad.credit.assign import CreditConfig
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.labels import best, labelled
 from spangrad.credit.pairs import paired
 from spangrad.credit.pipeline import Prefer, Target

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from spangrad.adapters.model_call import Grade
 from spangrad.credit.aggregation import Aggregation
-from spangrad.credit.assign import CreditConfig
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.pipeline import Prefer, Target
 from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.learning.objectives import OBJECTIVES

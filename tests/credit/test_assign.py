@@ -11,7 +11,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from spangrad import credit
-from spangrad.credit.assign import CreditConfig, assign
+from spangrad.credit.assign import assign
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.estimators import BOTH_TERMS, EPISODE_TERMS, STEP_TERMS
 from spangrad.credit.types import Step, Trajectory
 from spangrad.errors import ConfigError, CreditError

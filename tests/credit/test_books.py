@@ -2,8 +2,8 @@
 
 import pytest
 
-from spangrad.credit.assign import CreditConfig
 from spangrad.credit.books import check_books, dropped_metrics, dropped_tokens
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.pipeline import credited_rows
 from spangrad.credit.transitions import Refused
 from spangrad.errors import BooksError

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 
-from spangrad.credit.assign import CreditConfig
 from spangrad.credit.compare import (
     ALONE,
     EQUAL,
@@ -16,6 +15,7 @@ from spangrad.credit.compare import (
     Comparison,
     compare,
 )
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.spelling import parsed
 from spangrad.credit.types import Step, Trajectory
 from spangrad.errors import CreditError

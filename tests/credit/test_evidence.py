@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from spangrad.credit.assign import CreditConfig, assign
+from spangrad.credit.assign import assign
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.evidence import evidence_weights
 from spangrad.credit.gigpo import NO_ANCHOR, step_advantages
 from spangrad.credit.types import Step, Trajectory

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from spangrad.credit.assign import CreditConfig, assign
+from spangrad.credit.assign import assign
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.types import Step, Trajectory
 from spangrad.errors import ConfigError, CreditError
 from tests.credit.test_assign import trajectory

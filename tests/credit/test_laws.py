@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from spangrad.credit.assign import CreditConfig, assign
+from spangrad.credit.assign import assign
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.returns import _from_the_end, discounted_returns, returns_to_go, sums_to_go
 from spangrad.credit.types import Step, Trajectory
 from tests.credit.test_assign import SEEN, TERMS, rich_for

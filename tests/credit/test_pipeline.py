@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spangrad.adapters.model_call import Choice, ModelCall
-from spangrad.credit.assign import CreditConfig
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.labels import best, labelled
 from spangrad.credit.pipeline import credited_rows, is_truncated
 from spangrad.credit.rewards import rewards_of

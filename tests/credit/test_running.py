@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from spangrad.credit.assign import CreditConfig, assign
+from spangrad.credit.assign import assign
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.pipeline import credited_rows
 from spangrad.credit.running import baseline_advantages, rollouts_remembered, running_baselines
 from spangrad.credit.types import Step, Trajectory

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from spangrad.credit.assign import CreditConfig, assign
+from spangrad.credit.assign import assign
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.information_gain import answer_potentials
 from spangrad.credit.pipeline import credited_rows
 from spangrad.credit.turns import turn_credit

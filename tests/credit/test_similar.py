@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spangrad.credit.anchors import observation_of
-from spangrad.credit.assign import CreditConfig, assign
+from spangrad.credit.assign import assign
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.groups import Ints
 from spangrad.credit.similar import similar_leaders
 from spangrad.credit.transitions import trajectory_of

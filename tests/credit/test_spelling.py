@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from spangrad.credit.assign import CreditConfig
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.spelling import parsed, spelled
 from spangrad.errors import ConfigError
 

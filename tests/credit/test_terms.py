@@ -11,7 +11,8 @@ from numpy.testing import assert_allclose
 
 from spangrad.adapters.model_call import Choice
 from spangrad.credit.actions import action_of
-from spangrad.credit.assign import CreditConfig, assign
+from spangrad.credit.assign import assign
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.forks import parents_of
 from spangrad.credit.gdpo import gdpo
 from spangrad.credit.gigpo import NO_ANCHOR

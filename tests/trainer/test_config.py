@@ -4,7 +4,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from spangrad.credit.assign import CreditConfig
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.errors import ConfigError
 from spangrad.trainer.config import (
     AgentConfig,

@@ -16,7 +16,7 @@ from tests.adapters.building import span, text_attributes, token_attributes
 from tests.trainer.small_policy import make_policy
 from tests.waiting import wait_until
 
-from spangrad.credit.assign import CreditConfig
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.pipeline import CreditedBatch
 from spangrad.errors import ConfigError, EmptyBatchError
 from spangrad.store import open_store

@@ -30,8 +30,8 @@ from spangrad.errors import ConfigError, CreditError
 from spangrad.store.records import DEFAULT_REWARD
 
 if TYPE_CHECKING:
-    from spangrad.credit.assign import CreditConfig
     from spangrad.credit.compare import Comparison
+    from spangrad.credit.credit_config import CreditConfig
     from spangrad.credit.transitions import Refused
     from spangrad.store.base import Store
     from spangrad.store.records import Rollout
@@ -159,7 +159,7 @@ def _configs(
     Raises:
         ConfigError: An estimator is unknown, or there are none.
     """
-    from spangrad.credit.assign import CreditConfig
+    from spangrad.credit.credit_config import CreditConfig
     from spangrad.credit.spelling import parsed, spelled
 
     found: dict[str, CreditConfig] = {}

@@ -192,7 +192,7 @@ def _credit(
 ) -> "Credit":
     from spangrad.commands.rendering import KEEPS_WITHOUT_RENDERING, renderer
     from spangrad.commands.transition_files import Credit
-    from spangrad.credit.assign import CreditConfig
+    from spangrad.credit.credit_config import CreditConfig
     from spangrad.credit.rewards import DEFAULT_AUTHORS
 
     authors: Sequence[str] = DEFAULT_AUTHORS

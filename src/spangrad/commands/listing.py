@@ -351,7 +351,7 @@ def _tell_refused(
 
 def _settings(config: Path | None, *, clone: bool, reward: str) -> "RowSettings":
     """As a run with this config has them, but for what other options ask for."""
-    from spangrad.credit.assign import CreditConfig
+    from spangrad.credit.credit_config import CreditConfig
     from spangrad.credit.rewards import DEFAULT_AUTHORS, DEFAULT_WEIGHTS
 
     settings: RowSettings = {

@@ -26,7 +26,7 @@ from spangrad.adapters.datasets.tables import TRANSITIONS
 from spangrad.adapters.datasets.writing import write_parquet
 from spangrad.adapters.model_call import ModelCall
 from spangrad.credit.aggregation import weigh
-from spangrad.credit.assign import CreditConfig
+from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.pipeline import CreditedBatch, credited_rows
 from spangrad.credit.rendered import Render, row_models
 from spangrad.credit.rewards import by_rollout, total_reward

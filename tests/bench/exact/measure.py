@@ -23,7 +23,8 @@ from typing import cast
 
 import numpy as np
 
-from spangrad.credit.assign import CreditConfig, Episode, StepName, assign
+from spangrad.credit.assign import assign
+from spangrad.credit.credit_config import CreditConfig, Episode, StepName
 from spangrad.credit.gae import gae_steps
 from spangrad.credit.groups import Floats, Ints
 from spangrad.credit.reinforce_pp import reinforce_pp
