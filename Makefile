@@ -3,6 +3,8 @@
 PYTHON ?= python3
 DEMO_ARGS ?=
 TEST_ARGS ?=
+# Two processes at a time, whole files each: what a file's tests share is made once.
+TEST_WORKERS ?= 2
 ENDS ?= oldest newest
 BIN := .venv/bin
 # Written last by scripts/setup.sh; named after what it installed, so that new pins set up again.
@@ -17,7 +19,7 @@ demo: $(STAMP)
 	$(BIN)/spangrad demo $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 conformance: $(STAMP)
 	bash scripts/conformance.sh $(ENDS)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,11 @@ def spangrad(*arguments: str, env: dict[str, str] | None = None, cwd: Path | Non
         env={**environment, "COLUMNS": "100", **(env or {})},
         cwd=cwd,
     )
+
+
+def listen_to_ctrl_c() -> None:
+    """For a process before it starts: a shell's background jobs are deaf to it, and so is what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def listed(*arguments: str) -> list[dict[str, Any]]:

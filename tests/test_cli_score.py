@@ -15,7 +15,7 @@ import pytest
 from spangrad.adapters import account_unread
 from spangrad.store import open_store
 from spangrad.store.records import Rollout
-from tests.command_line import listed, recorded, spangrad
+from tests.command_line import listed, listen_to_ctrl_c, recorded, spangrad
 from tests.waiting import is_alive, wait_until
 
 CHECKS = """
@@ -143,7 +143,12 @@ def test_what_can_not_be_done_is_said_in_one_line(
 def test_stopped_or_killed_it_goes_on_where_it_was(folder: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "spangrad", "score", "--store", "s.duckdb", "--with", "checks.py:waits"]
     process = subprocess.Popen(
-        [*command, "--workers", "2"], cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*command, "--workers", "2"],
+        cwd=folder,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=listen_to_ctrl_c,
     )
     seen, log = folder / "seen", folder / "s.duckdb.wal"
     try:  # until r-3 and r-4 wait, and r-1 and r-2 are stored

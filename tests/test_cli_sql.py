@@ -15,7 +15,7 @@ from spangrad.commands.output import print_rows
 from spangrad.store import open_store
 from spangrad.store.file_store import FileStore
 from spangrad.store.records import Reward
-from tests.command_line import ingested, listed, recorded, spangrad
+from tests.command_line import ingested, listed, listen_to_ctrl_c, recorded, spangrad
 from tests.waiting import wait_until
 
 MULTI_TURN = Path(__file__).parent / "adapters" / "fixtures" / "genai_openai" / "multi_turn.otlp.jsonl"
@@ -112,10 +112,15 @@ def test_parquet_takes_any_number_of_rows_and_keeps_types(store, tmp_path):
 def test_ctrl_c_ends_a_question_without_a_word(store, tmp_path, more):
     endless = "SELECT count(*) FROM range(10000000) a, range(10000000) b"
     command = [sys.executable, "-m", "spangrad", "sql", endless, "--store", store, *more]
-    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, cwd=tmp_path) as asking:
-        wait_until(lambda: is_open(store, asking.pid), 60)
-        asking.send_signal(signal.SIGINT)
-        out, err = asking.communicate(timeout=60)
+    with subprocess.Popen(
+        command, stdout=-1, stderr=-1, text=True, cwd=tmp_path, preexec_fn=listen_to_ctrl_c
+    ) as asking:
+        try:
+            wait_until(lambda: is_open(store, asking.pid), 60)
+            asking.send_signal(signal.SIGINT)
+            out, err = asking.communicate(timeout=60)
+        finally:
+            asking.kill()
     assert (asking.returncode, out, err) == (130, "", "")
     assert list(tmp_path.iterdir()) == []
 
