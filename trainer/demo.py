@@ -199,7 +199,7 @@ def _close_the_loop(
     before = measure("before", 0, 0.0)
     before_sampled = measure("before", 0, config.rollout.temperature)
     with LiveTable(console=console) as table:
-        report = train(config, keys=keys, on_update=lambda index, metrics: table.add(index, metrics))
+        report = train(config, keys=keys, on_update=table.add, on_note=table.note)
     version = report.policy_version
     after = measure("after", version, 0.0)
     after_sampled = measure("after", version, config.rollout.temperature)

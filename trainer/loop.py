@@ -16,6 +16,7 @@ the checkpoint's list is committed; after a crash before (3) the weights are pub
 
 import dataclasses
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from spangrad.credit.books import check_books, dropped_metrics, dropped_tokens
 from spangrad.credit.pipeline import CreditedBatch
 from spangrad.credit.transition import Transition
-from spangrad.errors import ConfigError, EmptyBatchError, StoreError
+from spangrad.errors import ConfigError, ConvergedError, EmptyBatchError, StoreError
 from spangrad.store import open_store
 from spangrad.store.base import Store
 from spangrad.store.records import Policy, Rollout, RolloutStatus, Update
@@ -185,7 +186,25 @@ class Run:
                     "time/credit_s": credit_s,
                 }
                 return batch, seen, metrics
+        if self._has_converged(batch, seen):
+            groups, left = batch.diagnostics["groups/all"], self.config.run.updates - self.update_index
+            raise ConvergedError(
+                f"update {self.update_index}: the rollouts of each of {groups:.0f} groups got one reward,"
+                f" {batch.diagnostics['reward/mean']:.3g} on average, no less than before:"
+                f" nothing is left to learn, training ends {left} updates early"
+            )
         raise EmptyBatchError(self._why_empty(batch, seen))
+
+    def _has_converged(self, batch: CreditedBatch, rollouts: list[Rollout]) -> bool:
+        """Whether rewards alone are why nothing is learned, and the policy is as good as while it learned."""
+        said = batch.diagnostics
+        updates = self.store.updates(self.config.run.id)
+        earlier = [update.metrics.get("reward/mean", math.inf) for update in updates]
+        if not earlier or said.get("rollouts/missing_reward") or said.get("groups/informative", 1.0):
+            return False
+        if any(rollout.status is not RolloutStatus.SUCCEEDED for rollout in rollouts):
+            return False
+        return said.get("reward/mean", -math.inf) >= sum(earlier) / len(earlier)
 
     def _run_rollouts(self, refill: int) -> tuple[list[Rollout], list[WorkerReport]]:
         worker = worker_config(
@@ -307,19 +326,26 @@ def train(
     on_note: Callable[[str], None] | None = None,
     evaluate_after: bool = True,
 ) -> TrainReport:
-    """Run until `run.updates` updates are done; the same command continues after a crash.
+    """Run until `run.updates` updates are done, or nothing is left to learn.
+
+    The same command continues after a crash.
 
     Args:
         config: See `spangrad.trainer.config`.
         keys: Bearer keys; None: read from `hub.keys`.
         on_update: Called with (update index, metrics) after every update.
-        on_note: Called with a line for the person who started the run: where it continues.
+        on_note: Called with a line for the person who started the run: where it continues, why it ended.
         evaluate_after: Evaluate in between as `eval.every` says.
     """
     report = TrainReport()
     with Run(config, keys, on_note=on_note) as run:
         while run.update_index < config.run.updates:
-            batch, rollouts, metrics = run.collect()
+            try:
+                batch, rollouts, metrics = run.collect()
+            except ConvergedError as end:
+                if on_note is not None:
+                    on_note(str(end))
+                break
             metrics = run.learn(batch, rollouts, metrics)
             later = run.publish()
             if evaluate_after and config.eval.every and run.update_index % config.eval.every == 0:

@@ -16,6 +16,7 @@
     +-- CreditError (ValueError)          returns, groups or masks that contradict each other
     +-- GradeError (ValueError)           an objective needs a better grade than the row has
     +-- EmptyBatchError (ValueError)      nothing in the batch can train anything
+    |   +-- ConvergedError                ... any more: training may end here
     +-- BooksError (RuntimeError)         sampled tokens that are neither trained nor dropped: a bug of ours
     +-- PolicyError (RuntimeError)        a model folder that can't be loaded, or weights that don't fit it
     +-- EngineError (RuntimeError)        the inference engine failed, or did not start
@@ -92,6 +93,10 @@ class GradeError(SpangradError, ValueError):
 
 class EmptyBatchError(SpangradError, ValueError):
     """Nothing in the batch can train anything."""
+
+
+class ConvergedError(EmptyBatchError):
+    """The rollouts of each group have one reward, no worse than those before: nothing is left to learn."""
 
 
 class BooksError(SpangradError, RuntimeError):

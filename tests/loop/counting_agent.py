@@ -57,6 +57,14 @@ def equal_reward(task, output):
     return 1.0
 
 
+def soon_equal_reward(task, output):
+    """Another one for each of the first eight rollouts, then 1: what a policy that has learned all gets."""
+    with open(os.environ["GRADED_FILE"], "a+") as graded:
+        graded.write("x")
+        graded.flush()
+        return min(1.0, graded.tell() / 9)
+
+
 def broken_reward(task, output):
     """A grader with a bug."""
     raise RuntimeError("the grader is broken")

@@ -193,6 +193,20 @@ def test_a_batch_that_says_nothing_is_one_clear_line_and_nothing_is_consumed(gro
     assert len(kept) == 16 and {rollout.consumed_by for rollout in kept} == {None}
 
 
+def test_a_run_that_has_nothing_left_to_learn_ends_well(ground, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADED_FILE", str(tmp_path / "graded"))
+    learned = ground.config("learned", updates=3, reward="soon_equal_reward", refills=0)
+    code, out, err = end(ground.start(learned))
+    assert code == 0, err
+    assert (
+        "update 1: the rollouts of each of 2 groups got one reward, 1 on average, no less than before" in out
+    )
+    assert "training ends 2 updates early" in out
+    assert "run learned: 1 updates, policy version 1" in out
+    assert served_version(ground.stack.engine_url) == 1
+    assert {each.consumed_by for each in ground.store.rollouts(run_id="learned")} == {0, None}
+
+
 def test_a_broken_grader_gives_no_reward_instead_of_zero(ground):
     code, _, err = end(ground.start(ground.config("ungraded", reward="broken_reward", refills=0)))
     assert code == 1

@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 
 from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.pipeline import CreditedBatch
-from spangrad.errors import ConfigError, EmptyBatchError
+from spangrad.errors import ConfigError, ConvergedError, EmptyBatchError
 from spangrad.store import open_store
 from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import encode_request
@@ -112,7 +112,7 @@ def spans_of(rollout_id: str, trace: str, calls: int, last: int = 4) -> list[Spa
 
 
 def end_rollouts(
-    store: FileStore, config: TrainConfig, refill: int, rewards: Sequence[float], last: int = 4
+    store: FileStore, config: TrainConfig, refill: int, rewards: Sequence[float | None], last: int = 4
 ) -> None:
     """End the rollouts of update 0; the first has one call, the next one more, and so on."""
     rollouts = update_rollouts(config, 0, refill, [{"task_id": "t0"}])
@@ -122,7 +122,8 @@ def end_rollouts(
         assert claimed.rollout_id == rollout.rollout_id
         spans = spans_of(rollout.rollout_id, f"{refill}{index + 1}", index + 1, last)
         store.put_otlp(encode_request(spans))
-        store.put_rewards([Reward(rollout.rollout_id, reward, attempt=0)], author=RewardAuthor.EVALUATOR)
+        if reward is not None:
+            store.put_rewards([Reward(rollout.rollout_id, reward, attempt=0)], author=RewardAuthor.EVALUATOR)
         store.finish(rollout.rollout_id, 0)
 
 
@@ -156,6 +157,22 @@ def test_equal_rewards_of_longer_and_shorter_rollouts_are_refused(config, start)
     said = str(caught.value)
     assert said.startswith("update 0: nothing to learn from 2 rollouts: 6 trainable tokens, 0 of 1 groups")
     assert {rollout.consumed_by for rollout in run.store.rollouts(run_id="r")} == {None}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_end"),
+    [(0.5, [1.0, 1.0], True), (0.5, [0.0, 0.0], False), (0.5, [1.0, None], False)],
+)
+def test_equal_rewards_are_the_end_if_they_are_no_worse_than_those_before(config, start, before, now, is_end):
+    run = start(with_refills(config, 0))
+    told = {"reward/mean": before}
+    run.store.commit_update(
+        Update("r", 0, 1, rollout_ids=[], samples=[], metrics=told, checkpoint="", time_ns=1)
+    )
+    end_rollouts(run.store, config, 0, now)
+    with pytest.raises(EmptyBatchError) as caught:
+        run.collect()
+    assert isinstance(caught.value, ConvergedError) == is_end
 
 
 def test_ids_that_the_model_does_not_have_are_refused(config, start):

@@ -18,24 +18,30 @@ _COLORS = ("#555555", "#c62828", "#ef8f00", "#3d7fd9", "#00838f", "#8e24aa", "#2
 
 
 def curve(runs: Runs, name: str, how: str, length: str | None) -> Curve:
-    """Success of one combination over updates; `length` None: of all tasks."""
+    """Success of one combination over updates; `length` None: of all tasks.
+
+    A run that ended early, with nothing left to learn, keeps its last values.
+    """
+    curves = [(run["name"], _curve_of(run, how, length)) for run in runs]
     found: Curve = defaultdict(list)
-    for run in runs:
-        if run["name"] != name:
-            continue
-        counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
-        for point in run["points"]:
-            if point["how"] == how:
-                update = point["update"]
-                place = counts[update // WINDOW * WINDOW + WINDOW // 2 if how == "train" else update]
-                for key, (wins, rollouts) in point["by"].items():
-                    if length in (None, key):
-                        place[0] += wins
-                        place[1] += rollouts
-        for update, (wins, rollouts) in sorted(counts.items()):
-            if rollouts:
-                found[update].append(wins / rollouts)
+    for update in sorted({update for _, each in curves for update in each}):
+        for whose, each in curves:
+            if whose == name and (earlier := [other for other in each if other <= update]):
+                found[update].append(each[max(earlier)])
     return dict(found)
+
+
+def _curve_of(run: Mapping[str, Any], how: str, length: str | None) -> dict[int, float]:
+    counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    for point in run["points"]:
+        if point["how"] == how:
+            update = point["update"]
+            place = counts[update // WINDOW * WINDOW + WINDOW // 2 if how == "train" else update]
+            for key, (wins, rollouts) in point["by"].items():
+                if length in (None, key):
+                    place[0] += wins
+                    place[1] += rollouts
+    return {update: wins / rollouts for update, (wins, rollouts) in counts.items() if rollouts}
 
 
 def lengths(runs: Runs) -> list[str]:

@@ -56,6 +56,17 @@ def test_mean_and_range_of_seeds_are_told_for_the_longest_tasks():
     assert by_kind(RUNS) == pytest.approx({"step": 0.8, "episode": 0.3})
 
 
+def test_a_run_that_ended_early_keeps_its_last_values():
+    early = measured("gigpo-ppo", 2, 1.0)
+    for point in early["points"]:
+        point["update"] = min(point["update"], 5)
+    assert curve([*RUNS, early], "gigpo-ppo", "greedy", "10") == {
+        0: [0, 0, 0],
+        5: [0, 0, 1],
+        8: [0.9, 0.7, 1],
+    }
+
+
 def test_picture_has_a_line_and_a_band_for_each_combination_in_each_panel():
     picture = svg(RUNS)
     assert picture.count("<polyline") == picture.count("<polygon") == 2 * 2 * 2
