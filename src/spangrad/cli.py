@@ -24,6 +24,7 @@ from spangrad.commands import (
     scoring,
     services,
     training,
+    training_rows,
 )
 from spangrad.errors import SpangradError
 
@@ -66,7 +67,7 @@ app.command("rollouts", rich_help_panel=LOOK, epilog="Example: spangrad rollouts
 app.command("calls", rich_help_panel=LOOK, epilog="Example: spangrad calls --rollout r-17")(listing.calls)
 app.command(
     "transitions", rich_help_panel=LOOK, epilog="Example: spangrad transitions --rollout r-17 --json"
-)(listing.transitions)
+)(training_rows.transitions)
 app.add_typer(crediting.app, name="credit", rich_help_panel=LOOK)
 app.command("report", rich_help_panel=LOOK, epilog="Example: spangrad report --store shop.duckdb")(
     questions.report

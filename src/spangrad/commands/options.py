@@ -36,6 +36,17 @@ SqlOption = Annotated[
     str | None, typer.Option("--sql", help="Only rollouts in the column rollout_id of this SELECT.")
 ]
 RunOption = Annotated[str | None, typer.Option("--run", help="Only rollouts of this training run.")]
+SplitOption = Annotated[
+    str | None,
+    typer.Option("--split", help="Only this split: train, eval-before-greedy, expert, recorded, ..."),
+]
+AuthorOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--author",
+        help="Whose rewards count: evaluator and operator, if not given, or agent; several times.",
+    ),
+]
 RewardOption = Annotated[str, typer.Option("--reward", help="Name of the reward that counts.")]
 KeepUnknownToolsOption = Annotated[
     bool,
