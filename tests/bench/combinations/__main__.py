@@ -52,7 +52,10 @@ def main() -> int:
         readme.write_text(filled(readme.read_text(), table(runs)))
         (Path(options.example) / "combinations.svg").write_text(svg(runs))
     kinds = by_kind(runs)
-    print("longest tasks, mean of greedy and sampled:", {kind: round(v, 3) for kind, v in kinds.items()})
+    print(
+        "longest tasks, same losses, mean of greedy and sampled:",
+        {kind: round(v, 3) for kind, v in kinds.items()},
+    )
     return 0 if kinds.get("step", 0.0) > kinds.get("episode", 0.0) else 1
 
 

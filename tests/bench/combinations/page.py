@@ -70,10 +70,17 @@ def table(runs: Runs) -> str:
 
 
 def by_kind(runs: Runs) -> dict[str, float]:
-    """Mean success on the longest tasks at the end, greedy and sampled: with and without steps told apart."""
+    """Mean success on the longest tasks at the end, greedy and sampled: with and without steps told apart.
+
+    Of losses that were run with both, so that credit is all that differs.
+    """
     longest = lengths(runs)[-1]
+    present = [each for name, each in COMBINATIONS.items() if any(run["name"] == name for run in runs)]
+    kinds = {(each.objective, each.has_steps) for each in present}
     found: dict[str, list[float]] = defaultdict(list)
     for name, combination in COMBINATIONS.items():
+        if (combination.objective, not combination.has_steps) not in kinds:
+            continue
         for how in ("greedy", "sampled"):
             if points := curve(runs, name, how, longest):
                 found["step" if combination.has_steps else "episode"] += points[max(points)]

@@ -54,6 +54,8 @@ def test_mean_and_range_of_seeds_are_told_for_the_longest_tasks():
     assert curve(RUNS, "grpo-ppo", "greedy", None) == {0: [0.5, 0.5], 8: [0.6, 0.7]}
     assert "| `gigpo` | `ppo` | yes | 80% (70% to 90%) | 80% (70% to 90%) | 0% (0% to 0%) |" in table(RUNS)
     assert by_kind(RUNS) == pytest.approx({"step": 0.8, "episode": 0.3})
+    other_loss = [measured("rloo-dapo", 0, 1.0), measured("grpo_gigpo-cispo", 0, 0.0)]
+    assert by_kind([*RUNS, *other_loss]) == by_kind(RUNS)
 
 
 def test_a_run_that_ended_early_keeps_its_last_values():
