@@ -109,7 +109,7 @@ def svg(runs: Runs) -> str:
     names = [name for name in COMBINATIONS if any(run["name"] == name for run in runs)]
     last = max(run["updates"] for run in runs)
     width = _LEFT + (_PANEL + _GAP) * len(columns)
-    height = _TOP + (_HIGH + 52) * len(rows)
+    height = _TOP + (_HIGH + 64) * len(rows)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
         f' height="{height}" font-family="system-ui, sans-serif" font-size="12">',
@@ -121,7 +121,7 @@ def svg(runs: Runs) -> str:
         parts += [line, _text(x + 30, y, _label(COMBINATIONS[name]))]
     for row, (how, title) in enumerate(rows):
         for column, length in enumerate(columns):
-            x, y = _LEFT + column * (_PANEL + _GAP), _TOP + row * (_HIGH + 52)
+            x, y = _LEFT + column * (_PANEL + _GAP), _TOP + row * (_HIGH + 64)
             parts.append(_text(x, y - 6, f"shortest way {length}: {title}"))
             parts += _axes(x, y, last, is_first=column == 0)
             for name in names:
