@@ -207,7 +207,7 @@ def trajectories_of(
         if score is not None:
             steps = [call for call in in_order(calls) if acts(call)]
             named = rewards_of(rollout, mine, calls, authors=authors, weights={wanted: 1.0}).steps
-            scores = score(rollout.task, steps, named)
+            scores = score(rollout, steps, named)
         found.append(replace(_trajectory(rollout, calls, rewards, config, parents), scores=scores))
     if config is None or config.episode != "running_baseline" or not found:
         return found

@@ -15,16 +15,19 @@ Shape letters: T steps of one rollout, S steps of all.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from spangrad.adapters.model_call import ModelCall
+from spangrad.adapters.scoring.values import as_number
 from spangrad.credit.estimators import Batch
 from spangrad.credit.groups import Floats
 from spangrad.credit.returns import returns_to_go
 from spangrad.credit.shaping import CycleTest, farming_gain, potential_based
 from spangrad.credit.types import Trajectory
 from spangrad.errors import ConfigError, CreditError
+from spangrad.store.records import Rollout
 from spangrad.user_code import load_callable
 
 if TYPE_CHECKING:
@@ -32,27 +35,48 @@ if TYPE_CHECKING:
 
 BY_REWARD: Final = "reward:"
 NEW_OBJECTIVES: Final = ("score_gain", "terms")
-Score = Callable[[Any, Sequence[Any], Mapping[str, float]], Sequence[float | None]]
-"""(task, acting calls, call_id -> reward of the named kind) -> scores."""
+Score = Callable[[Rollout, Sequence[ModelCall], Mapping[str, float]], Sequence[float | None]]
+"""(rollout, acting calls, call_id -> reward of the named kind) -> scores."""
 
 
 def scorer(config: "CreditConfig", base_dir: str = ".") -> Score | None:
-    """What gives scores; None: nobody wants any.
+    """What gives scores; None: nobody wants any. It raises `CreditError` if the user's function fails.
 
     Raises:
         ConfigError: The function can't be loaded.
     """
-    if config.scores is None:
+    if (spec := config.scores) is None:
         return None
     is_terms = config.shaping == "terms"
-    if config.scores.startswith(BY_REWARD):
+    if spec.startswith(BY_REWARD):
         return lambda _, calls, given: (
             [given.get(call.call_id, 0.0) for call in calls]
             if is_terms
             else [0.0, *(given.get(call.call_id) for call in calls)]
         )
-    function = load_callable(config.scores, base_dir)
-    return lambda task, calls, _: list(function(task, list(calls)))
+    function = load_callable(spec, base_dir)
+
+    def ask(rollout: Rollout, calls: Sequence[ModelCall], _: Mapping[str, float]) -> list[float | None]:
+        asked = f"scores {spec!r} of rollout {rollout.rollout_id!r}"
+        if not calls:  # there is no state to ask about
+            return [] if is_terms else [0.0]
+        try:
+            given = list(function(rollout.task, list(calls)))
+        except Exception as error:  # the user's code: whatever it raises is told with its place
+            raise CreditError(
+                f"{asked} can't be had for {len(calls)} calls, {calls[0].call_id!r} to {calls[-1].call_id!r}:"
+                f" {type(error).__name__}: {error}; mend the function and run the same again: nothing is lost"
+            ) from error
+        scores: list[float | None] = []
+        for number, score in enumerate(given):
+            try:
+                scores.append(None if score is None else as_number(score))
+            except ValueError as error:
+                where = f"call {calls[number].call_id!r}" if number < len(calls) else "the end"
+                raise CreditError(f"{asked}: {error}, at {where}; expected a finite number or None") from None
+        return scores
+
+    return ask
 
 
 def lacks_scores(trajectory: Trajectory, config: "CreditConfig") -> bool:
@@ -141,7 +165,7 @@ def check_shaping(config: "CreditConfig", used: frozenset[str]) -> None:
         )
     if config.scores is None and (config.shaping != "none" or config.step == "turn_credit"):
         what = f"step {config.step!r}" if config.shaping == "none" else f"shaping {config.shaping!r}"
-        raise ConfigError(f"{what} needs scores; name a function, 'file.py:name', or 'reward:NAME'")
+        raise ConfigError(f"{what} needs scores; set them to a function, 'file.py:name', or to 'reward:NAME'")
     if config.shaping == "potential" and ("gamma" not in used or config.step == "turn_credit"):
         raise ConfigError(
             "shaping 'potential' changes returns of steps alone, and no term uses them; choose a step term"

@@ -196,6 +196,31 @@ def test_a_function_or_rewards_of_steps_give_the_scores(store, tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "calls[9]",
+            r"can't be had for 2 calls, '[\w-]+' to '[\w-]+': IndexError: list index out of range; mend",
+        ),
+        ("[0.0]", r"has scores \[0.0\] from .*; expected 3 finite numbers or None for its 2 steps"),
+        ("[0.0, float('nan'), 0.5]", r"nan is no finite number, at call '[\w-]+'; expected"),
+        ("[0.0, 0.5, 'x']", r"'x' is no finite number, at the end; expected"),
+        ("None", r"TypeError: 'NoneType'"),
+    ],
+)
+def test_what_a_score_function_gets_wrong_is_told_with_its_place(store, tmp_path, body, message):
+    rollouts = filled(store, {"good": 1.0, "bad": 0.0})
+    (tmp_path / "score.py").write_text(f"def progress(task, calls):\n    return {body}\n")
+    config = CreditConfig(**TO_GO | {"scores": "score.py:progress"}, shaping="score_gain")
+    with pytest.raises(CreditError, match=message) as raised:
+        credited_rows(store, rollouts, config, base_dir=str(tmp_path))
+    assert "'score.py:progress'" in str(raised.value) and "rollout 'good'" in str(raised.value)
+    (tmp_path / "mended.py").write_text("def progress(task, calls):\n    return [0.0, 0.0, 1.0]\n")
+    mended = dataclasses.replace(config, scores="mended.py:progress")
+    assert len(credited_rows(store, rollouts, mended, base_dir=str(tmp_path)).rows) == 2
+
+
 def test_a_reward_that_comes_after_the_update_counts_when_credit_is_given_again(store):
     rollouts = filled(store, {"good": 1.0, "bad": 0.0})
     config = CreditConfig(scale_by_std=False)
