@@ -2,11 +2,14 @@
 
     TERM[+STEP_TERM][:setting=value]...
 
+The value of `scores` has a colon of its own: `turn_credit:scores=reward:progress:gamma=1`.
+
 Knows the names of terms and settings, and `CreditConfig`, which refuses what does not go together. A term
 alone is that term alone: `gigpo` is its step term, the method of the paper is `grpo+gigpo`.
 """
 
 import difflib
+import re
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
@@ -24,7 +27,7 @@ STEPS: Final[tuple[str, ...]] = tuple(name for name in typing.get_args(StepName)
 _SETTINGS: Final[Mapping[str, Any]] = {
     field.name: field.default
     for field in fields(CreditConfig)
-    if field.name not in ("episode", "step") and isinstance(field.default, bool | int | float | str)
+    if field.name not in ("episode", "step") and isinstance(field.default, bool | int | float | str | None)
 }
 """Those of one word, with their defaults."""
 _AROUND: Final = (
@@ -46,15 +49,15 @@ def parsed(text: str, base: Mapping[str, Any] | None = None) -> CreditConfig:
     Raises:
         ConfigError: A term or setting is unknown (names the nearest), or they do not go together.
     """
-    terms, *settings = text.strip().split(":")
+    terms, *settings = _parts(text.strip())
     episode, step = _terms(terms.strip(), text)
     own = dict(_setting(setting, text) for setting in settings)
     named: dict[str, Any] = {"episode": episode, "step": step}
-    around = _around(named, base or {})
     try:
         used = _used({**(base or {}), **own, **named}).difference(*_AROUND)
         inherited = {name: value for name, value in (base or {}).items() if name in used}
-        return CreditConfig(**around | inherited | own | named)
+        wanted = inherited | own | named
+        return CreditConfig(**_around(wanted, base or {}) | wanted)
     except ConfigError as error:
         raise ConfigError(f"estimator {text!r}: {error}") from None
 
@@ -85,15 +88,26 @@ def _used(values: Mapping[str, Any]) -> frozenset[str]:
     return draft.settings_used()
 
 
-def _around(named: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings around terms (`_AROUND`) that go together with these; others are left out."""
+def _around(wanted: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings around terms (`_AROUND`) that go together with what is wanted; others are left out."""
     kept: dict[str, Any] = {}
     for names in _AROUND:
         tried = kept | {name: base[name] for name in names if name in base}
         with suppress(ConfigError):
-            CreditConfig(**tried | named)
+            CreditConfig(**tried | wanted)
             kept = tried
     return kept
+
+
+def _parts(text: str) -> list[str]:
+    """What stands between colons; the one behind where scores come from is theirs."""
+    parts: list[str] = []
+    for part in text.split(":"):
+        if parts and re.fullmatch(r"\s*scores\s*=[^:]*", parts[-1]):
+            parts[-1] += f":{part}"
+        else:
+            parts.append(part)
+    return parts
 
 
 def _terms(terms: str, text: str) -> tuple[Episode, StepName]:
@@ -128,7 +142,7 @@ def _setting(setting: str, text: str) -> tuple[str, Any]:
             f" {', '.join(_SETTINGS)}{hint}"
         )
     default = _SETTINGS[name]
-    if isinstance(default, str):
+    if default is None or isinstance(default, str):
         return name, value
     try:
         found = tomllib.loads(f"value = {value}")["value"]

@@ -1,5 +1,6 @@
 """`spangrad credit compare` on a stored batch."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 from spangrad.adapters import account_unread
 from spangrad.cli import app
 from spangrad.commands.crediting import compare
+from spangrad.errors import ConfigError
 from spangrad.store import open_store
 from spangrad.store.records import Reward, Rollout
 from tests.command_line import listed, recorded
@@ -88,7 +90,58 @@ def test_the_page_is_whole_and_trusts_no_trace(store: str, tmp_path: Path) -> No
     assert "<img" not in text and "&lt;img src=x" in text
     assert "<script" not in text and "default-src 'none'" in text and "http" not in text.split("<body>")[1]
     assert [path.name for path in page.parent.iterdir()] == ["credit.html"]
-    assert run("--store", store, "--html", str(tmp_path)).exit_code == 1
+
+
+def test_a_place_where_no_page_can_be_written_is_told_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    for place, message in (
+        (".", "'.' is a folder; name a file"),
+        ("file/a/b.html", "is no folder that takes"),
+    ):
+        done = run("--store", "nowhere.duckdb", "--html", place)
+        assert done.exit_code == 1
+        with pytest.raises(ConfigError, match=message):
+            raise done.exception
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_estimator_is_told_where_its_scores_come_from(store: str, tmp_path: Path) -> None:
+    (tmp_path / "score.py").write_text("def f(task, calls): return range(len(calls) + 1)\n")
+    spelling = f"turn_credit:scores={tmp_path}/score.py:f:gamma=0.5"
+    (found,) = listed(
+        "credit", "compare", "--store", store, "-e", f"turn_credit:scores=reward:p,{spelling}", "--json"
+    )
+    by_reward, by_function = found["estimators"]
+    assert by_reward["name"] == "turn_credit:scores=reward:p"
+    assert (by_function["settings"]["scores"], by_function["settings"]["gamma"]) == (
+        f"{tmp_path}/score.py:f",
+        0.5,
+    )
+    # Nobody gave a reward p; the function's scores rise by 1 in every step of all eight rollouts.
+    assert (by_reward["nonzero_share"], by_function["nonzero_share"]) == (0.0, 1.0)
+    done = run("--store", store, "-e", "turn_credit")
+    with pytest.raises(
+        ConfigError, match=r"needs scores; set them to a function, 'file.py:name', or to 'rew"
+    ):
+        raise done.exception
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto", "bc"])
+def test_a_config_that_needs_no_advantages_says_so_and_adds_none(
+    store: str, tmp_path: Path, objective: str
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(
+        '[run]\nid = "x"\n[agent]\nfunction = "a.py:f"\ntasks = "a.py:t"\nreward = "a.py:r"\n'
+        f'[learner]\nobjective = "{objective}"\n'
+    )
+    done = run("--store", store, "-e", "rloo", "--config", str(config), "--json")
+    assert done.exit_code == 0, done.output
+    assert f"objective '{objective}'" in done.stderr and "needs no advantages" in done.stderr
+    assert [one["name"] for one in json.loads(done.stdout)["estimators"]] == ["rloo"]
 
 
 def test_a_config_brings_its_estimator_and_settings(store: str, tmp_path: Path) -> None:

@@ -21,6 +21,11 @@ from spangrad.errors import ConfigError
         ("grpo:scale_by_std=false", CreditConfig(scale_by_std=False)),
         ("grpo:singleton=raw:ddof=1", CreditConfig(singleton="raw", ddof=1)),
         ("leave_one_out_to_go:gamma=1", CreditConfig("none", "leave_one_out_to_go", gamma=1.0)),
+        (
+            "turn_credit:scores=s.py:f:gamma=1",
+            CreditConfig("none", "turn_credit", scores="s.py:f", gamma=1.0),
+        ),
+        ("grpo:shaping=score_gain:scores=reward:p", CreditConfig(shaping="score_gain", scores="reward:p")),
     ],
 )
 def test_a_spelling_means_a_config(text: str, config: CreditConfig) -> None:
@@ -40,6 +45,10 @@ def test_settings_that_need_each_other_are_inherited_together() -> None:
     base = {**shaping, "anchors": "similar", "similarity": 0.9}
     assert parsed("gigpo", base) == CreditConfig("none", "gigpo", **base)
     assert parsed("leave_one_out_to_go", base) == CreditConfig("none", "leave_one_out_to_go", **shaping)
+    gained = parsed(
+        "grpo:shaping=score_gain", {"scores": "reward:progress", "top_p": 0.5, "filters": ("top_p",)}
+    )
+    assert (gained.shaping, gained.scores, gained.filters) == ("score_gain", "reward:progress", ("top_p",))
 
 
 @pytest.mark.parametrize(

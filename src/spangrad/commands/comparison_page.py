@@ -84,6 +84,21 @@ def returns_told(returns: Sequence[float]) -> str:
     return ", ".join(f"{value:g} {counts[value]}x" for value in sorted(counts, reverse=True)) or "-"
 
 
+def check_place(path: Path) -> None:
+    """Refuse, before any work, a place where no page can be written.
+
+    Raises:
+        ConfigError: It is a folder, or in one that can't be written to.
+    """
+    if os.path.isdir(path):
+        raise ConfigError(f"--html {str(path)!r} is a folder; name a file, {str(path / 'credit.html')!r} say")
+    nearest = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+    if not os.path.isdir(nearest) or not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"--html {str(path)!r} can't be written: {str(nearest)!r} is no folder that takes files"
+        )
+
+
 def write_page(path: Path, found: "Comparison", store: str) -> None:
     """Write the page, whole or not at all.
 

@@ -51,7 +51,8 @@ def compare(
             "--estimators",
             "-e",
             help="Separated by commas: a term, or episode+step, with settings behind colons:"
-            " grpo, grpo:scale_by_std=false, rloo+gigpo:gamma=1.",
+            " grpo, grpo:scale_by_std=false, rloo+gigpo:gamma=1. What needs scores of states is told where"
+            " they come from: turn_credit:scores=reward:NAME, turn_credit:scores=file.py:name.",
         ),
     ] = DEFAULT_ESTIMATORS,
     rollout: RolloutsOption = None,
@@ -99,6 +100,10 @@ def compare(
     from spangrad.credit.rewards import DEFAULT_AUTHORS
 
     check_authors(author or ())
+    if html is not None:
+        from spangrad.commands.comparison_page import check_place
+
+        check_place(html)
     configs, authors, base_dir = _configs(estimators, config, reward)
     names = sorted({name for credit in configs.values() for name in credit.reward_weights})
     refused: list[Refused] = []
@@ -158,6 +163,8 @@ def _configs(
 
     Raises:
         ConfigError: An estimator is unknown, or there are none.
+
+    A config whose objective needs no advantages has no estimator of its own: that is said.
     """
     from spangrad.credit.credit_config import CreditConfig
     from spangrad.credit.spelling import parsed, spelled
@@ -168,10 +175,19 @@ def _configs(
     base_dir = "."
     if config is not None:
         from spangrad.trainer.config import load_config
+        from spangrad.trainer.learning.objectives import OBJECTIVES
 
         settings = load_config(config, besides=("warm_start",))
         authors, base_dir = settings.rollout.reward_authors, settings.base_dir
-        found[spelled(settings.credit)] = settings.credit
+        objective = settings.learner.objective
+        if OBJECTIVES[objective].needs_credit:
+            found[spelled(settings.credit)] = settings.credit
+        else:
+            what = "preferences" if OBJECTIVES[objective].compares_sequences else "good rollouts"
+            note(
+                f"objective {objective!r} of {str(config)!r} learns from {what} and needs no advantages, so"
+                " none of its own are compared; `spangrad transitions --config` shows what it trains"
+            )
         base = {one.name: getattr(settings.credit, one.name) for one in fields(CreditConfig)}
     for text in re.split(r"[,\s]+", estimators.strip().strip(",")):
         if text:
