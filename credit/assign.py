@@ -74,12 +74,7 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
     shorter and not who was better.
     """
     _check(trajectories)
-    if config.episode == "gdpo" and trajectories and not any(each.components for each in trajectories):
-        raise CreditError(
-            "no rollout tells the parts of its outcome, which episode 'gdpo' compares; choose another"
-        )
-    if config.needs_branches:
-        check_branches(trajectories, labels([group_of(each) for each in trajectories]))
+    _check_needs(trajectories, config)
     left_out: dict[str, str] = {}
     for each in trajectories:
         if total_of(each, config) is None:
@@ -129,6 +124,27 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
     return CreditResult(
         advantages, diagnostics, {rollout: REASONS[name] for rollout, name in left_out.items()}
     )
+
+
+def _check_needs(trajectories: Sequence[Trajectory], config: CreditConfig) -> None:
+    """Refuse a batch that lacks what a term compares everywhere: then it was chosen by mistake.
+
+    What only some rollouts lack is no mistake, nor is it what a filter leaves of them.
+    """
+    steps = [step for each in trajectories for step in each.steps]
+    if config.episode == "gdpo" and trajectories and not any(each.components for each in trajectories):
+        raise CreditError(
+            "no rollout tells the parts of its outcome, which episode 'gdpo' compares; choose another"
+        )
+    if config.episode == "grpo_per_role" and steps and not any(step.role for step in steps):
+        raise CreditError(
+            "no call of this batch names its agent, so there is one role; choose episode 'grpo', or name"
+            " agents (`gen_ai.agent.name`)"
+        )
+    if config.step == "rtmc" and steps and not any(step.action for step in steps):
+        raise CreditError("no step of this batch tells what was done; choose a term that needs no actions")
+    if config.needs_branches:
+        check_branches(trajectories, labels([group_of(each) for each in trajectories]))
 
 
 def _check(trajectories: Sequence[Trajectory]) -> None:

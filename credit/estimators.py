@@ -134,17 +134,11 @@ def _steps(batch: Batch, name: str) -> list[Any]:
 
 
 def _roles(batch: Batch, config: "CreditConfig") -> Floats:
-    roles = _steps(batch, "role")
-    if roles and not any(roles):
-        raise CreditError(
-            "no call of this batch names its agent, so there is one role; choose episode 'grpo', or name"
-            " agents (`gen_ai.agent.name`)"
-        )
     return role_advantages(
         batch.returns_N,
         batch.group_ids_N,
         batch.rollout_index_S,
-        labels([role or "" for role in roles]),
+        labels([role or "" for role in _steps(batch, "role")]),
         scale_by_std=config.scale_by_std,
         ddof=config.ddof,
         eps=config.eps,
@@ -175,8 +169,6 @@ def _reinforce_pp(batch: Batch, config: "CreditConfig") -> Floats:
 
 def _rtmc(batch: Batch, config: "CreditConfig") -> Floats:
     actions = _steps(batch, "action")
-    if actions and not any(actions):
-        raise CreditError("no step of this batch tells what was done; choose a term that needs no actions")
     known_S = np.array([action is not None for action in actions], dtype=np.bool_)
     action_ids_S = np.where(known_S, labels([action or "" for action in actions]), NO_ACTION)
     return state_action_advantages(

@@ -109,6 +109,28 @@ def test_roles_are_compared_with_their_like():
         values([rollout("a", 1.0, {})], episode="grpo_per_role")
 
 
+@pytest.mark.parametrize(
+    ("known", "terms", "expected"),
+    [
+        ({"role": "planner"}, {"episode": "grpo_per_role", "scale_by_std": False}, [0.5, -0.5]),
+        (
+            {"action": "x", "anchor": "s"},
+            {"episode": "none", "step": "rtmc", "value_prior": 0.0},
+            [0.5, -0.5],
+        ),
+    ],
+)
+def test_calls_without_names_or_actions_that_a_filter_leaves_get_what_they_get_beside_others(
+    known, terms, expected
+):
+    named = [rollout(name, 1.0, known, group="named") for name in "ab"]
+    nameless = [rollout("c", 1.0, {"anchor": "s"}), rollout("d", 0.0, {"anchor": "s"})]
+    assert values([*named, *nameless], **terms) == [0.0, 0.0, *expected]
+    found = assign([*named, *nameless], CreditConfig(**terms, filters=("zero_spread",)))
+    assert [found.advantages[name, f"{name}0"] for name in "abcd"] == [None, None, *expected]
+    assert found.diagnostics.dropped == {"zero_spread": 2}
+
+
 def test_reinforce_pp_whitens_over_tokens_of_all_groups():
     batch = [
         rollout("a", 1.0, {"tokens": 1}, {"tokens": 3}, group=None),
