@@ -19,10 +19,20 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from spangrad.adapters.datasets.conversation import running_keys
+from spangrad.adapters.comparing import plain_content, plain_tool_calls
 from spangrad.adapters.model_call import ModelCall
 
 IGNORED_KEYS: Final = frozenset({"id", "tool_call_id"})
+_encoded: Final = json.JSONEncoder(ensure_ascii=False, default=repr).encode
+
+
+class _Mark(str):
+    """What stands between values in JSON."""
+
+    __slots__ = ()
+
+
+_COMMA: Final = _Mark(", ")
 
 
 def anchor_of(call: ModelCall) -> str | None:
@@ -32,8 +42,7 @@ def anchor_of(call: ModelCall) -> str | None:
     observation = _observation(call.messages)
     if not observation:
         return None
-    text = json.dumps([_canonical(message) for message in observation], sort_keys=True, ensure_ascii=False)
-    return _hash(text)
+    return _hash(_written(observation))
 
 
 def observation_of(call: ModelCall) -> str | None:
@@ -43,19 +52,27 @@ def observation_of(call: ModelCall) -> str | None:
     """
     if call.state_key is not None:
         return None
-    texts = [_text_of(_canonical(message)) for message in _observation(call.messages)]
+    texts = [_text_of(message) for message in _observation(call.messages)]
     return "\n".join(texts) if texts else None
 
 
 def history_keys(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
     """A key of the messages up to and with each; ids do not count, nor how a client wrote them down."""
-    return running_keys([_canonical(message) for message in messages])
+    running = hashlib.blake2b(digest_size=16)
+    keys: list[bytes] = []
+    for message in messages:
+        content, calls = plain_content(message.get("content")), plain_tool_calls(message)
+        plain = _written({"role": message.get("role"), "content": content, "calls": calls})
+        running.update(plain.encode("utf-8", "surrogatepass"))
+        keys.append(running.digest())
+    return keys
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
-    if message.keys() <= {"role", "content"} and isinstance(message.get("content"), str):
-        return f"{message.get('role')}: {message['content']}"
-    return json.dumps(message, sort_keys=True, ensure_ascii=False)
+    content = _plain(message.get("content"))
+    if message.keys() - IGNORED_KEYS <= {"role", "content"} and isinstance(content, str):
+        return f"{message.get('role')}: {content}"
+    return _written(message)
 
 
 def _hash(text: str) -> str:
@@ -70,17 +87,42 @@ def _observation(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str,
     return asked[-1:] or messages[-1:]
 
 
-def _canonical(value: Any) -> Any:
-    """The value without ids, and with text content in one form."""
-    if isinstance(value, Mapping):
-        kept = {key: _canonical(item) for key, item in value.items() if key not in IGNORED_KEYS}
-        if isinstance(kept.get("content"), list) and all(_is_text(item) for item in kept["content"]):
-            kept["content"] = "".join(item["text"] for item in kept["content"])
-        return kept
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_canonical(item) for item in value]
-    return value
+def _written(value: Any) -> str:
+    """As JSON, keys sorted, without ids, and with text content in one form.
+
+    Iterative: an observation can be nested as deep as whoever made it likes.
+    """
+    parts: list[str] = []
+    left: list[Any] = [value]
+    while left:
+        item = left.pop()
+        inner: list[Any] = []
+        if isinstance(item, _Mark):
+            parts.append(item)
+            continue
+        if isinstance(item, Mapping):
+            kept = {str(key): each for key, each in item.items() if key not in IGNORED_KEYS}
+            for key in sorted(kept):
+                each = _plain(kept[key]) if key == "content" else kept[key]
+                inner += [_Mark(f"{_encoded(key)}: "), each, _COMMA]
+            opened, closed = "{", "}"
+        elif isinstance(item, Sequence) and not isinstance(item, str | bytes):
+            for each in item:
+                inner += [each, _COMMA]
+            opened, closed = "[", "]"
+        else:
+            parts.append(_encoded(item))
+            continue
+        left += reversed([_Mark(opened), *inner[:-1], _Mark(closed)])
+    return "".join(parts)
+
+
+def _plain(content: Any) -> Any:
+    """Text that stands in parts as one; other content as it is."""
+    if isinstance(content, list) and all(_is_text(item) for item in content):
+        return "".join(item["text"] for item in content)
+    return content
 
 
 def _is_text(item: Any) -> bool:
-    return isinstance(item, dict) and item.get("type") == "text" and isinstance(item.get("text"), str)
+    return isinstance(item, Mapping) and item.get("type") == "text" and isinstance(item.get("text"), str)

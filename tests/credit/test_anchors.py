@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from spangrad.credit.anchors import anchor_of
+from spangrad.credit.anchors import anchor_of, history_keys, observation_of
 from tests.adapters.building import call
 
 ASKED = [{"role": "system", "content": "s"}, {"role": "user", "content": "question"}]
@@ -58,3 +58,19 @@ def test_text_as_string_and_as_parts_is_the_same_state():
 def test_a_step_without_an_observation_has_no_anchor():
     assert anchor([]) is None
     assert anchor([*ASKED, {"role": "assistant", "content": "go on"}]) is None
+
+
+def test_an_observation_can_be_nested_as_deep_as_its_author_likes():
+    def nested(depth: int, inmost: str) -> list[dict[str, Any]]:
+        value: Any = {"text": inmost, "id": inmost}
+        for _ in range(depth):
+            value = {"rows": [value, "x"]}
+        return [*ASKED, reply("x"), {"role": "tool", "tool_call_id": inmost, "content": value}]
+
+    deep, other = nested(2000, "a"), nested(2000, "b")
+    assert anchor(deep) == anchor(nested(2000, "a")) != anchor(other)
+    assert history_keys(deep)[-1] == history_keys(nested(2000, "a"))[-1] != history_keys(other)[-1]
+    shallow = dataclasses.replace(call("a", [1], [2]), messages=nested(2, "a"))
+    written = '{"content": {"rows": [{"rows": [{"text": "a"}, "x"]}, "x"]}, "role": "tool"}'
+    assert observation_of(shallow) == written
+    assert (observation_of(dataclasses.replace(shallow, messages=deep)) or "").count('"x"') == 2000
