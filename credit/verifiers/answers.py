@@ -6,8 +6,9 @@ Source: SQuAD's normalisation, arXiv:1606.05250, as Search-R1 (arXiv:2503.09516)
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection
 
+from spangrad.credit.verifiers.arguments import strings
 from spangrad.errors import CreditError
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -19,7 +20,7 @@ def normalized(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def exact_match(answer: object, golds: str | Sequence[str]) -> float:
+def exact_match(answer: object, golds: str | Collection[str]) -> float:
     """1.0 if the answer is one of the right ones after normalising both, else 0.0.
 
     Args:
@@ -27,13 +28,13 @@ def exact_match(answer: object, golds: str | Sequence[str]) -> float:
         golds: The right answer, or all that count as right.
 
     Raises:
-        CreditError: There is no right answer.
+        CreditError: There is no right answer, or one is blank or no string.
     """
     wanted = [normalized(gold) for gold in _golds(golds)]
     return float(isinstance(answer, str) and normalized(answer) in wanted)
 
 
-def contains_match(answer: object, golds: str | Sequence[str]) -> float:
+def contains_match(answer: object, golds: str | Collection[str]) -> float:
     """1.0 if a right answer occurs in the answer, as whole words, else 0.0. Rewards saying everything.
 
     Arguments and errors as of `exact_match`; a right answer of which normalising leaves nothing never occurs.
@@ -43,7 +44,7 @@ def contains_match(answer: object, golds: str | Sequence[str]) -> float:
     return float(any(gold and f" {gold} " in said for gold in wanted))
 
 
-def f1_score(answer: object, golds: str | Sequence[str]) -> float:
+def f1_score(answer: object, golds: str | Collection[str]) -> float:
     """Harmonic mean of precision and recall over words, the best over the right answers.
 
         F1 = 2 P R / (P + R),   P = common / words of the answer,   R = common / words of the right one
@@ -68,8 +69,10 @@ def _f1(said: list[str], gold: list[str]) -> float:
     return 2.0 * common / (len(said) + len(gold))
 
 
-def _golds(golds: str | Sequence[str]) -> Sequence[str]:
-    found = [golds] if isinstance(golds, str) else golds
-    if not found or not all(isinstance(gold, str) for gold in found):
-        raise CreditError(f"the right answers are {golds!r}; expected a string, or strings")
+def _golds(golds: str | Collection[str]) -> list[str]:
+    found = [golds] if isinstance(golds, str) else strings(golds, "the right answers")
+    if not found or not all(map(str.strip, found)):
+        raise CreditError(
+            f"the right answers are {golds!r:.200}; expected at least one, and none that is blank"
+        )
     return found

@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO
 
+from spangrad.credit.verifiers.arguments import strings
 from spangrad.errors import CreditError
 
 _BLOCK = 1 << 20
@@ -25,9 +26,10 @@ def same_files(found: str | Path, expected: str | Path, *, ignore: Sequence[str]
         1.0 only if nothing is missing, changed or added.
 
     Raises:
-        CreditError: One of them is no folder, or no file is left to compare.
+        CreditError: One of them is no folder, no file is left to compare, or `ignore` is no list of strings.
         OSError: `expected` can't be read.
     """
+    ignore = strings(ignore, "patterns in `ignore`")
     left = _files(Path(found), ignore, is_agents=True)
     right = _files(Path(expected), ignore, is_agents=False)
     names = left.keys() | right.keys()

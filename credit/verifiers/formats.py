@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Collection, Sequence
 
+from spangrad.credit.verifiers.arguments import strings
 from spangrad.errors import CreditError
 
 
@@ -15,10 +16,11 @@ def has_tags(text: object, tags: Sequence[str]) -> float:
         tags: Names such as `think`, `answer`; at least one.
 
     Raises:
-        CreditError: There is no tag, or a name is no word.
+        CreditError: There is no tag, a name is no word, or the tags are no list of strings.
     """
+    tags = strings(tags, "tags")
     if not tags or not all(re.fullmatch(r"[\w-]+", tag) for tag in tags):
-        raise CreditError(f"tags are {list(tags)!r}; expected names of letters, digits, '_' and '-'")
+        raise CreditError(f"tags are {tags!r}; expected names of letters, digits, '_' and '-'")
     if not isinstance(text, str):
         return 0.0
     places = [[text.find(mark) for mark in (f"<{tag}>", f"</{tag}>")] for tag in tags]
@@ -28,7 +30,12 @@ def has_tags(text: object, tags: Sequence[str]) -> float:
 
 
 def has_json_keys(text: object, keys: Collection[str] = ()) -> float:
-    """1.0 if the text is one JSON object with at least these keys, and nothing else, else 0.0."""
+    """1.0 if the text is one JSON object with at least these keys, and nothing else, else 0.0.
+
+    Raises:
+        CreditError: The keys are no list of strings.
+    """
+    keys = strings(keys, "keys")
     if not isinstance(text, str):
         return 0.0
     try:

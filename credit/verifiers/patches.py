@@ -32,13 +32,17 @@ def patch_similarity(
         0.0 to 1.0, or `MALFORMED`.
 
     Raises:
-        CreditError: `right` is empty or longer than what is compared.
+        CreditError: `right` is no patch, empty, or longer than what is compared.
     """
+    if not isinstance(right, Mapping) or not all(
+        isinstance(one, str) for item in right.items() for one in item
+    ):
+        raise CreditError(f"the right patch is {right!r:.200}; expected path -> diff, both strings")
     longest = max((len(diff) for diff in right.values()), default=0)
-    if not right or longest > max_characters:
+    if not right or not 1 <= longest <= max_characters:
         raise CreditError(
             f"the right patch has {len(right)} files, the longest diff {longest} characters; expected at "
-            f"least one file and at most {max_characters} characters (raise max_characters)"
+            f"least one file and 1 to {max_characters} characters (raise max_characters)"
         )
     if not isinstance(predicted, Mapping) or not predicted:
         return MALFORMED

@@ -1,12 +1,15 @@
 """Rows of one query against the rows of the right one."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-_Key = tuple[tuple[int, Any], ...]
+from spangrad.errors import CreditError
+
+_NO_ROWS = (str, bytes, Mapping)
+"""What can be gone through and is no row, nor several."""
 
 
 def same_rows(
@@ -26,17 +29,36 @@ def same_rows(
         expected: Rows of the right query.
         ordered: Rows must be in the same order, too.
         significant_digits: Of numbers, 1 to 15.
+
+    Raises:
+        CreditError: `expected` is no rows (None, text, dictionaries, whose names would be compared instead of
+            their values), or the digits are out of range.
     """
-    left = [_key(row, significant_digits) for row in found]
-    right = [_key(row, significant_digits) for row in expected]
+    if not 1 <= significant_digits <= 15:
+        raise CreditError(f"significant_digits is {significant_digits!r}; expected 1 to 15")
+    right = _keys(expected, significant_digits)
+    if right is None:
+        raise CreditError(f"the right rows are {expected!r:.200}; expected rows, a sequence of values each")
+    left = _keys(found, significant_digits)
+    if left is None:
+        return 0.0
     if not ordered:
-        left.sort(key=repr)
-        right.sort(key=repr)
+        left.sort()
+        right.sort()
     return float(left == right)
 
 
-def _key(row: Sequence[Any], digits: int) -> _Key:
-    return tuple(_value(value, digits) for value in row)
+def _keys(rows: object, digits: int) -> list[str] | None:
+    """A text for each row, the same for rows that count as equal. None: they are no rows."""
+    if not isinstance(rows, Iterable) or isinstance(rows, _NO_ROWS):
+        return None
+    kept = list(rows)
+    if not all(isinstance(row, Iterable) and not isinstance(row, _NO_ROWS) for row in kept):
+        return None
+    try:
+        return [repr([_value(value, digits) for value in row]) for row in kept]
+    except (RecursionError, ValueError):  # nested as deep as a query likes, an integer of 10,000 digits
+        return None
 
 
 def _value(value: Any, digits: int) -> tuple[int, Any]:
@@ -45,7 +67,10 @@ def _value(value: Any, digits: int) -> tuple[int, Any]:
     if isinstance(value, bool):
         return (1, value)
     if isinstance(value, Real | Decimal):
-        number = float(value)
+        try:
+            number = float(value)
+        except (OverflowError, ValueError):  # 10 ** 400, and the signalling NaN of decimals
+            return (4, str(value))
         if math.isnan(number):
             return (2, "nan")
         return (2, float(f"{number:.{digits - 1}e}") + 0.0)  # + 0.0: -0.0 is 0.0

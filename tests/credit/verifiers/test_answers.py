@@ -1,5 +1,8 @@
 """Answers: golden numbers of Search-R1's EM and F1, and what a policy may write instead of one."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from spangrad.credit.verifiers import contains_match, exact_match, f1_score
@@ -35,7 +38,11 @@ def test_nothing_against_nothing() -> None:
     assert f1_score("the", "a") == 1.0
 
 
-@pytest.mark.parametrize("golds", [[], [None]])
-def test_no_right_answer_is_the_operators_error(golds: list[str]) -> None:
-    with pytest.raises(CreditError, match="right answers"):
-        exact_match("x", golds)
+@pytest.mark.parametrize(
+    "golds", [[], [None], None, "", " ", ["x", ""], float("nan"), {"gold": "x"}, iter("x")]
+)
+@pytest.mark.parametrize("verifier", [exact_match, contains_match, f1_score])
+def test_no_right_answer_is_the_operators_error(verifier: Callable[..., float], golds: Any) -> None:
+    for answer in ("x", None):
+        with pytest.raises(CreditError, match="right answers"):
+            verifier(answer, golds)

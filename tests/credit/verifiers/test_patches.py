@@ -1,5 +1,7 @@
 """Patches: SWE-RL's golden number, and that no prediction can be long enough to cost or to gain."""
 
+from typing import Any
+
 import pytest
 
 from spangrad.credit.verifiers import patch_similarity
@@ -30,3 +32,9 @@ def test_a_long_prediction_is_cut_and_gains_nothing() -> None:
 def test_a_long_right_patch_is_refused() -> None:
     with pytest.raises(CreditError, match="max_characters"):
         patch_similarity(_RIGHT, {"a.py": "x" * 100}, max_characters=99)
+
+
+@pytest.mark.parametrize("right", [None, "diff", {}, {"a.py": None}, {"a.py": ""}])
+def test_a_right_patch_that_is_none_is_the_operators_error(right: Any) -> None:
+    with pytest.raises(CreditError, match="the right patch"):
+        patch_similarity(_RIGHT, right)

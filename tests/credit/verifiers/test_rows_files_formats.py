@@ -4,6 +4,7 @@ import os
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,30 @@ def test_types_of_numbers_do_not_matter_and_other_types_do() -> None:
     assert same_rows([(date(2024, 1, 2),)], [("2024-01-02",)]) == 1.0
     assert same_rows([(float("nan"),)], [(float("nan"),)]) == 1.0
     assert same_rows([(1.000000001,)], [(1.0,)], significant_digits=12) == 0.0
+
+
+@pytest.mark.parametrize(
+    "expected", [None, "ab", 3, [1, 2], ["ab"], [{"name": 1}], {"name": [1]}], ids=lambda given: repr(given)
+)
+def test_right_rows_that_are_none_are_the_operators_error_and_the_agents_are_wrong(expected: Any) -> None:
+    given: list[Any] = [[(1,)], None]
+    for found in given:
+        with pytest.raises(CreditError, match="the right rows are"):
+            same_rows(found, expected)
+    assert same_rows(expected, [(1,)]) == same_rows(expected, []) == 0.0
+
+
+def test_rows_of_odd_values_are_compared_and_do_not_raise() -> None:
+    nested: Any = 1
+    for _ in range(5000):
+        nested = [nested]
+    assert same_rows([(nested,)], [(1,)]) == 0.0
+    assert same_rows([(10**9999,)], [(1,)]) == 0.0
+    odd = [(10**400,), (Decimal("sNaN"),)]
+    assert same_rows(odd, [(1,), (2,)]) == 0.0
+    assert same_rows(odd, odd) == 1.0
+    with pytest.raises(CreditError, match="significant_digits is 16; expected 1 to 15"):
+        same_rows([(1,)], [(1,)], significant_digits=16)
 
 
 def _folder(place: Path, **files: str) -> Path:
@@ -98,6 +123,15 @@ def test_tags_occur_once_and_in_order(text: object, score: float) -> None:
 def test_tags_that_are_no_names_are_refused() -> None:
     with pytest.raises(CreditError, match="tags"):
         has_tags("x", ["<think>"])
+
+
+def test_a_string_where_several_are_wanted_is_refused(tmp_path: Path) -> None:
+    for verifier in (has_tags, has_json_keys):
+        with pytest.raises(CreditError, match="are 'ab'; expected a list of strings"):
+            verifier("<a></a><b></b>", "ab")
+    folder = _folder(tmp_path, a="1")
+    with pytest.raises(CreditError, match=r"patterns in `ignore` are '\.git/\*'; expected a list"):
+        same_files(folder, folder, ignore=".git/*")
 
 
 @pytest.mark.parametrize(
