@@ -3,7 +3,8 @@
 Invariants:
 * the folder is not changed; nothing of the run outlives it, however it ends;
 * a test passed only if the report says so by name: a run that exits early with 0 has passed nothing;
-* pipes, sockets and devices are not copied; where what the agent left can't be read, no test has passed;
+* pipes, sockets and devices are not copied; where what the agent left can't be read, or takes too much space,
+  no test has passed, nor where a run fills the disk: it is stopped;
 * what runs sees none of the caller's environment but `PATH` and `LANG`: no keys.
 
 This is no sandbox: tests run what the policy wrote, as this user. Who must not trust it runs verifiers in a
@@ -20,15 +21,22 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 from xml.etree import ElementTree
 
+from spangrad.credit.verifiers.arguments import strings
 from spangrad.errors import CreditError
 
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml={report}")
+MAX_BYTES: Final = 8 << 30
+"""Space that a folder may take, and again a run of its tests: few repositories need as much."""
+_BLOCK = 4096
+"""What a file or folder takes at least."""
+_GLANCE_S = 0.1
 _TAIL = 4000
 _MAX_REPORT = 32 << 20
 
@@ -44,9 +52,9 @@ class TestRun:
     """Wanted, and not reported as passed: failed, skipped, or never run."""
     timed_out: bool
     exit_code: int | None
-    """None: it was stopped, or never began: what the agent left can't be read."""
+    """None: it was stopped, or never began: what the agent left can't be read, or is too large."""
     output: str
-    """The end of what it printed."""
+    """The end of what it printed, and why it was stopped or never began."""
 
     @property
     def score(self) -> float:
@@ -66,6 +74,7 @@ def run_tests(
     timeout_s: float,
     command: Sequence[str] = PYTEST,
     overlay: str | Path | None = None,
+    max_bytes: int = MAX_BYTES,
 ) -> TestRun:
     """Run tests in a copy of a folder.
 
@@ -76,20 +85,29 @@ def run_tests(
         command: What runs them; the names are appended. `{report}` stands for the JUnit XML file that it must
             write.
         overlay: Folder that is laid over the copy: the right tests, which the agent must not have changed.
+        max_bytes: Space that what the agent left may take, and again what the run writes to its copy: who
+            takes more has passed nothing, and the run is stopped.
 
     Raises:
-        CreditError: There is no folder, no test, the copy can't be written or the command can't be started:
-            nothing is known then.
+        CreditError: There is no folder, no test, the tests or the command are no list of strings, the copy
+            can't be written or the command can't be started: nothing is known then.
         OSError: The overlay can't be read.
     """
-    if not tests or not timeout_s > 0:
-        raise CreditError(f"{len(tests)} tests, timeout_s {timeout_s!r}; expected one or more, above 0")
+    wanted = sorted(set(strings(tests, "tests")))
+    command = strings(command, "words of the command")
+    if not wanted or not timeout_s > 0 or not max_bytes > 0:
+        raise CreditError(
+            f"{len(wanted)} tests, timeout_s {timeout_s!r}, max_bytes {max_bytes!r}; expected one or more,"
+            " and above 0"
+        )
     for one in (folder, overlay):
         if one is not None and not Path(one).is_dir():
             raise CreditError(f"{str(one)!r} is no folder")
     with tempfile.TemporaryDirectory(prefix="spangrad-tests-", ignore_cleanup_errors=True) as place:
         work, report = Path(place, "work"), Path(place, "report.xml")
-        wanted = sorted(set(tests))
+        if (left := _bytes(Path(folder), of_blocks=False)) > max_bytes:
+            told = f"what the agent left takes {left} bytes; at most {max_bytes} are copied (max_bytes)"
+            return TestRun([], wanted, False, None, told)
         work.mkdir()
         try:
             shutil.copytree(
@@ -101,11 +119,22 @@ def run_tests(
         if overlay is not None:
             _lay_over(Path(overlay), work)
         line = [part.replace("{report}", str(report)) for part in command]
-        exit_code, output = _run([*line, *wanted], work, timeout_s)
+        exit_code, output, timed_out = _run([*line, *wanted], work, timeout_s, max_bytes)
         reported = frozenset[tuple[str, str]]() if exit_code is None else _passed(report)
     passed = [name for name in wanted if _junit_name(name) in reported]
     failed = [name for name in wanted if _junit_name(name) not in reported]
-    return TestRun(passed, failed, exit_code is None, exit_code, output)
+    return TestRun(passed, failed, timed_out, exit_code, output)
+
+
+def _bytes(folder: Path, *, of_blocks: bool) -> int:
+    """Space that a folder takes; not of blocks: what its copy takes, in which files have no holes."""
+    total = 0
+    for place, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            with contextlib.suppress(OSError):  # it is gone, or can't be read: then it can't be copied
+                found = os.lstat(os.path.join(place, name))
+                total += max(_BLOCK, found.st_blocks * 512 if of_blocks else found.st_size)
+    return total
 
 
 def _special(folder: str, names: Sequence[str]) -> list[str]:
@@ -155,9 +184,12 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _run(line: Sequence[str], work: Path, timeout_s: float) -> tuple[int | None, str]:
+def _run(line: Sequence[str], work: Path, timeout_s: float, max_bytes: int) -> tuple[int | None, str, bool]:
+    """Exit code (None: stopped), the end of what it printed, and whether its time was over."""
     environment = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     environment |= {"HOME": str(work.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    before, free = _bytes(work.parent, of_blocks=True), shutil.disk_usage(work).free
+    deadline = time.monotonic() + timeout_s
     try:
         process = subprocess.Popen(
             line,
@@ -175,15 +207,23 @@ def _run(line: Sequence[str], work: Path, timeout_s: float) -> tuple[int | None,
     reader = threading.Thread(target=_keep_tail, args=(process.stdout, tail), daemon=True)
     reader.start()
     exit_code: int | None = None
+    too_much = False
     try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            exit_code = process.wait(timeout_s)
+        while exit_code is None and not too_much and (left_s := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                exit_code = process.wait(min(left_s, _GLANCE_S))
+            # How full the disk is costs nothing to ask, but others write to it, too.
+            free = max(free, left := shutil.disk_usage(work).free)
+            if exit_code is not None or free - left > max_bytes:
+                too_much = _bytes(work.parent, of_blocks=True) - before > max_bytes
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # also what it left running
         process.wait()
         reader.join(timeout=1.0)  # a process that left the group may hold the pipe
-    return exit_code, bytes(tail[-_TAIL:]).decode("utf-8", "replace")
+    told = f"\nno test has passed: it wrote more than {max_bytes} bytes (max_bytes)" if too_much else ""
+    output = bytes(tail[-_TAIL + len(told) :]).decode("utf-8", "replace") + told
+    return None if too_much else exit_code, output, exit_code is None and not too_much
 
 
 def _keep_tail(stream: IO[bytes], tail: bytearray) -> None:

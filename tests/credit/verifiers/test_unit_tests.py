@@ -149,6 +149,36 @@ def _runs(pid: int) -> bool:
     return state != "Z"
 
 
+def test_what_is_too_large_to_be_copied_passes_nothing(tmp_path: Path) -> None:
+    folder = _work(tmp_path / "w", "")
+    with (folder / "hole").open("wb") as file:
+        file.truncate(1 << 40)  # takes no space here, and 1 TiB in a copy
+    run = run_tests(folder, ["t"], timeout_s=60)
+    assert (run.score, run.exit_code, run.timed_out) == (0.0, None, False)
+    assert run.output.startswith("what the agent left takes 10995116") and "(max_bytes)" in run.output
+
+
+_FILLS = """
+import sys, time
+for number in range(50):
+    open(f"{number}", "wb").write(bytes(1 << 20))
+    time.sleep(WAIT)
+time.sleep(1000 * WAIT)
+"""
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.05])
+def test_a_run_that_fills_the_disk_is_stopped_and_passes_nothing(tmp_path: Path, wait_s: float) -> None:
+    script = _FILLS.replace("WAIT", str(wait_s)) + _PASSES
+    command = [sys.executable, "-c", script, "{report}"]
+    folder, tests = _work(tmp_path / "w", ""), ["test_it.py::test_a"]
+    run = run_tests(folder, tests, timeout_s=60, command=command, max_bytes=8 << 20)
+    assert (run.score, run.exit_code, run.timed_out) == (0.0, None, False)
+    assert "no test has passed: it wrote more than 8388608 bytes" in run.output
+    if not wait_s:
+        assert run_tests(folder, tests, timeout_s=60, command=command).score == 1.0
+
+
 def test_no_key_of_the_caller_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     run = run_tests(
@@ -179,5 +209,9 @@ def test_what_the_operator_got_wrong_raises(tmp_path: Path) -> None:
         run_tests(tmp_path / "nowhere", ["t"], timeout_s=1)
     with pytest.raises(CreditError, match="0 tests"):
         run_tests(folder, [], timeout_s=1)
+    with pytest.raises(CreditError, match=r"tests are 'test_it\.py::test_a'; expected a list of strings"):
+        run_tests(folder, "test_it.py::test_a", timeout_s=1)
+    with pytest.raises(CreditError, match="words of the command are 'pytest'"):
+        run_tests(folder, ["t"], timeout_s=1, command="pytest")
     with pytest.raises(CreditError, match="can't be started"):
         run_tests(folder, ["t"], timeout_s=1, command=["/no/such/program"])
