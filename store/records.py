@@ -231,8 +231,9 @@ class UpdateSample:
     call_id: str
     attempt: int
     advantage: float
-    """Mean over the call's trained tokens."""
+    """Mean over the call's tokens that came to be trained."""
     trained_tokens: int
+    """0: the learner left it out (nothing to learn from it, a correction): `dropped/*` of the update."""
     policy_version: int | None
     """Version that sampled it."""
     staleness: int | None

@@ -4,7 +4,8 @@ Knows the config of a run, its store and its model's folder. Does not know: engi
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from spangrad.adapters.model_call import Grade, ModelCall
 from spangrad.credit.pipeline import CreditedBatch, credited_rows
 from spangrad.credit.scoring import scorer
 from spangrad.store.base import Store
-from spangrad.store.records import Rollout
+from spangrad.store.records import Rollout, UpdateSample
 from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.learning.rendering import ChatTokenizer, with_rendered_ids
+from spangrad.trainer.learning.selection import CallKey
 from spangrad.trainer.learning.vocabulary import check_size
 from spangrad.trainer.row_settings import row_settings
 from spangrad.trainer.serving.weight_files import check_model_folder
@@ -79,3 +81,11 @@ class Crediting:
     def _tokenizer(self) -> ChatTokenizer:
         tokenizer: ChatTokenizer = AutoTokenizer.from_pretrained(self._model)
         return tokenizer
+
+
+def as_trained(samples: Sequence[UpdateSample], trained: Mapping[CallKey, int]) -> list[UpdateSample]:
+    """Samples with the tokens that the learner trained of each: those that it left out are in its books."""
+    return [
+        replace(one, trained_tokens=trained.get((one.rollout_id, one.attempt, one.call_id), 0))
+        for one in samples
+    ]

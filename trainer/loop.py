@@ -35,7 +35,7 @@ from spangrad.store.base import Store
 from spangrad.store.records import Policy, Rollout, RolloutStatus, Update
 from spangrad.trainer.cluster import call, start_learner, start_ray
 from spangrad.trainer.config import TrainConfig, resolve
-from spangrad.trainer.crediting import Crediting
+from spangrad.trainer.crediting import Crediting, as_trained
 from spangrad.trainer.evaluation import Evaluation, evaluate
 from spangrad.trainer.learning import checkpoint
 from spangrad.trainer.plugins import load_tasks
@@ -240,7 +240,7 @@ class Run:
             update_index=self.update_index,
             policy_version=self.policy_version + 1,
             rollout_ids=[rollout.rollout_id for rollout in rollouts],
-            samples=batch.samples,
+            samples=as_trained(batch.samples, call(self.learner.trained_tokens)),
             metrics=metrics,
             checkpoint="",
             time_ns=time.time_ns(),

@@ -102,7 +102,8 @@ def test_transitions_with_the_runs_config_are_what_was_trained(ground, finished_
     assert set(advantages) == set(samples)
     for call_id, values in advantages.items():
         assert np.mean(values) == pytest.approx(samples[call_id].advantage)
-        assert len(values) == samples[call_id].trained_tokens
+        # A call that says nothing can be in a row that says something, or was left out.
+        assert samples[call_id].trained_tokens in ({len(values)} if any(values) else {0, len(values)})
 
 
 def test_a_finished_run_is_not_run_again(ground, finished_run):

@@ -16,8 +16,10 @@ from tests.trainer.small_policy import make_policy, make_row
 from torch import Tensor
 
 from spangrad.credit.aggregation import weigh
+from spangrad.credit.pipeline import samples_of
 from spangrad.credit.transition import CallSegment, Transition
 from spangrad.errors import ConfigError, EmptyBatchError
+from spangrad.trainer.crediting import as_trained
 from spangrad.trainer.learning.corrections import CorrectionConfig, correct
 from spangrad.trainer.learning.learner import Learner
 from spangrad.trainer.learning.learner_config import LearnerConfig
@@ -253,6 +255,18 @@ def test_a_learner_applies_every_correction(updated):
         checked_books(metrics | {"data/sampled_tokens": without["data/trained_tokens"]}, where="here")
         if name == "token_tis":
             base, _ = updated()
+
+
+def test_samples_tell_the_tokens_that_were_trained(policy: Path, rows: list[Transition]) -> None:
+    rules = CorrectionConfig(**CHANGED["token_band"])
+    learner = Learner(LearnerConfig(model_path=str(policy), threads=1, correction=rules))
+    metrics = learner.update(rows, policy_version=1)
+    samples = as_trained(samples_of(rows, 1), learner.trained_tokens())
+    assert [one.call_id for one in samples] == [row.segments[0].call_id for row in rows]
+    trained = sum(one.trained_tokens for one in samples)
+    assert trained == metrics["data/trained_tokens"]
+    dropped = sum(int(row.action_mask.sum()) for row in rows) - trained
+    assert dropped == sum(value for name, value in metrics.items() if name.startswith("dropped/")) > 0
 
 
 @pytest.mark.parametrize("objective", RATIO_OBJECTIVES)

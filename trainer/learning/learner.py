@@ -57,7 +57,14 @@ from spangrad.trainer.learning.output_head import Entropy, head_form
 from spangrad.trainer.learning.packer import Packer, count_batch, told
 from spangrad.trainer.learning.packing import Batch, bucketed_batches, trimmed_length, whole_groups
 from spangrad.trainer.learning.preference import Comparison
-from spangrad.trainer.learning.selection import Selection, check_vocabulary, data_metrics, select_rows
+from spangrad.trainer.learning.selection import (
+    CallKey,
+    Selection,
+    check_vocabulary,
+    data_metrics,
+    select_rows,
+    tokens_of_calls,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +109,7 @@ class Learner:
         """Calls of `update` so far, over all resumes."""
         self.optimizer_steps = 0
         """Optimizer steps so far, those of `fit_bc` included."""
+        self._trained: dict[CallKey, int] = {}
 
     def update(self, rows: Sequence[Transition], *, policy_version: int | None = None) -> dict[str, float]:
         """Train on rows once; `trainer/README.md` explains the returned metrics.
@@ -126,6 +134,7 @@ class Learner:
             selection = self._corrected(selection, policy_version, totals)
             seconds["correction"] = time.perf_counter() - start
         lr = update_lr(config, self.updates)
+        self._trained = tokens_of_calls(selection.rows)
         groups = whole_groups(selection.rows)
         parts = min(config.minibatches_per_update, len(groups))
         comparison = self._comparison(selection.rows, seconds)
@@ -152,6 +161,10 @@ class Learner:
         metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
         metrics["time/update_s"] = time.perf_counter() - start
         return metrics
+
+    def trained_tokens(self) -> Mapping[CallKey, int]:
+        """Tokens of each call that the last update trained: its `data/trained_tokens`, by call."""
+        return self._trained
 
     def _select(self, rows: Sequence[Transition], *, objective: str) -> Selection:
         config = self.config

@@ -16,6 +16,9 @@ from spangrad.credit.transition import Transition
 from spangrad.errors import CreditError, EmptyBatchError, GradeError, PolicyError
 from spangrad.trainer.learning.objectives import OBJECTIVES
 
+CallKey = tuple[str, int, str]
+"""rollout_id, attempt, call_id."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
@@ -156,6 +159,16 @@ def check_vocabulary(rows: Sequence[Transition], *, size: int, model: str) -> No
                 f"{row_name(row)}: token ids span {low}..{high}, the model in {model!r} knows 0..{size - 1}; "
                 "the rows come from another tokenizer"
             )
+
+
+def tokens_of_calls(rows: Sequence[Transition]) -> dict[CallKey, int]:
+    """How many tokens of each call the rows train; a call that none of them trains is not in it."""
+    found: Counter[CallKey] = Counter()
+    for row in rows:
+        for segment in row.segments:
+            trained = int(row.action_mask[segment.start : segment.stop].sum())
+            found[row.rollout_id, row.attempt, segment.call_id] += trained
+    return dict(+found)
 
 
 def data_metrics(selection: Selection, *, policy_version: int | None) -> dict[str, float]:
