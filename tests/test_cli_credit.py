@@ -1,6 +1,7 @@
 """`spangrad credit compare` on a stored batch."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ from typer.testing import CliRunner
 from spangrad.adapters import account_unread
 from spangrad.cli import app
 from spangrad.commands.crediting import compare
+from spangrad.commands.options import DEFAULT_STORE
 from spangrad.errors import ConfigError
 from spangrad.store import open_store
 from spangrad.store.records import Reward, Rollout
 from tests.command_line import listed, recorded
 
+README = Path(__file__).resolve().parents[1] / "credit" / "README.md"
 EVIL = "<img src=x onerror=alert(1)>"
 REWARDS: dict[str, tuple[float | None, ...]] = {
     "mixed": (1.0, 0.0, 0.0, 1.0),
@@ -59,6 +62,18 @@ def test_as_json_has_everything(store: str) -> None:
     assert len(found["steps"]) == 11
     by_call = {step["call_id"]: step["advantages"]["rloo"] for step in found["steps"]}
     assert sorted(by_call.values())[:3] == pytest.approx([-2 / 3] * 3)
+
+
+def test_the_first_example_of_credits_readme_runs_as_pasted(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".spangrad").mkdir()
+    shutil.copy(store, tmp_path / DEFAULT_STORE)
+    monkeypatch.chdir(tmp_path)
+    exec(README.read_text().split("```python\n")[1].split("```")[0], {})
+    first, *refused = capsys.readouterr().out.splitlines()
+    assert first == f"11 {1 / 3}"
+    assert len(refused) == 1 and refused[0].startswith(f"{EVIL}-1 ")
 
 
 def test_tables_name_the_estimators_and_what_is_wasted(store: str) -> None:
