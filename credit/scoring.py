@@ -159,10 +159,6 @@ def check_shaping(config: "CreditConfig", used: frozenset[str]) -> None:
     Raises:
         ConfigError: Says why.
     """
-    if config.shaping not in ("none", "potential", *NEW_OBJECTIVES):
-        raise ConfigError(
-            f"shaping is {config.shaping!r}; expected 'none', 'potential', 'score_gain' or 'terms'"
-        )
     if config.scores is None and (config.shaping != "none" or config.step == "turn_credit"):
         what = f"step {config.step!r}" if config.shaping == "none" else f"shaping {config.shaping!r}"
         raise ConfigError(f"{what} needs scores; set them to a function, 'file.py:name', or to 'reward:NAME'")

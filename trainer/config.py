@@ -26,6 +26,7 @@ from typing import Any, Literal, TypeVar
 
 from spangrad.credit.aggregation import Aggregation
 from spangrad.credit.credit_config import CreditConfig
+from spangrad.credit.settings import check_values
 from spangrad.errors import ConfigError
 from spangrad.trainer.learning.learner_config import LearnerConfig, require
 from spangrad.trainer.preference_config import PreferenceConfig, check_effects
@@ -87,6 +88,7 @@ class ServingConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
+        check_values(self, "serving.")
         require(
             self.publish_tolerance > 0, "serving.publish_tolerance", self.publish_tolerance, "more than 0"
         )
@@ -120,6 +122,7 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
+        check_values(self, "agent.")
         for name in ("concurrency", "workers", "max_attempts"):
             require(getattr(self, name) >= 1, f"agent.{name}", getattr(self, name), "1 or more")
         require(self.timeout_s > 0, "agent.timeout_s", self.timeout_s, "more than 0")
@@ -158,6 +161,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         """Check ranges."""
         require(self.groups_per_update >= 1, "rollout.groups_per_update", self.groups_per_update, "1 or more")
+        check_values(self, "rollout.")
         require(self.group_size >= 2, "rollout.group_size", self.group_size, "2 or more")
         require(self.temperature > 0, "rollout.temperature", self.temperature, "more than 0")
         require(self.max_staleness >= 0, "rollout.max_staleness", self.max_staleness, "0 or more")
@@ -199,6 +203,7 @@ class EvalConfig:
     def __post_init__(self) -> None:
         """Check ranges."""
         require(self.every >= 0, "eval.every", self.every, "0 or more")
+        check_values(self, "eval.")
         for name in ("tasks", "tasks_between"):
             require(getattr(self, name) >= 1, f"eval.{name}", getattr(self, name), "1 or more")
 

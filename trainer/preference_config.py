@@ -15,6 +15,7 @@ from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.labels import best, labelled
 from spangrad.credit.pairs import paired
 from spangrad.credit.pipeline import Prefer, Target
+from spangrad.credit.settings import check_values
 from spangrad.errors import ConfigError
 from spangrad.trainer.learning.learner_config import LearnerConfig, require
 from spangrad.trainer.learning.objectives import OBJECTIVES
@@ -46,6 +47,7 @@ class PreferenceConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
+        check_values(self, "preference.")
         for name in ("min_gap", "pairs_per_group", "per_group"):
             require(getattr(self, name) >= 0, f"preference.{name}", getattr(self, name), "0 or more")
 

@@ -146,6 +146,7 @@ def test_a_reward_that_is_not_finite_is_an_error_that_names_the_rollout():
     "wrong",
     [
         {"episode": "none"},
+        {"episode": "none", "step": "gigpo", "step_weight": 0.0},
         {"gamma": 1.5},
         {"ddof": 2},
         {"eps": -1.0},
@@ -181,6 +182,23 @@ def test_a_reward_that_is_not_finite_is_an_error_that_names_the_rollout():
 )
 def test_a_config_out_of_range_is_an_error(wrong):
     with pytest.raises(ConfigError):
+        CreditConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"episode": "grop"}, "episode is 'grop', expected one of grpo, .*; did you mean 'grpo'"),
+        ({"step": "gigpp"}, "step is 'gigpp', expected one of .*; did you mean 'gigpo'"),
+        ({"singleton": "row"}, "singleton is 'row', expected one of zero, raw; did you mean 'raw'"),
+        ({"anchors": "simlar"}, "did you mean 'similar'"),
+        ({"overlong": "penalise"}, "did you mean 'penalize'"),
+        ({"filters": ("top_share", "zero_spred")}, "filters is 'zero_spred', .*; did you mean 'zero_spread'"),
+        ({"shaping": "potental", "scores": "reward:p"}, "did you mean 'potential'"),
+    ],
+)
+def test_a_misspelt_name_is_shown_with_the_nearest(wrong, says):
+    with pytest.raises(ConfigError, match=says):
         CreditConfig(**wrong)
 
 

@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, get_type_hints
@@ -15,6 +16,7 @@ from spangrad.trainer.config import (
     TrainConfig,
     load_config,
 )
+from spangrad.trainer.learning.corrections import CorrectionConfig
 from spangrad.trainer.learning.learner_config import LearnerConfig
 from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.policies.warm_start import WarmStartConfig
@@ -140,7 +142,7 @@ OUT_OF_RANGE = [
     (CreditConfig, "step_weight", -1.0, "0 or more"),
     (CreditConfig, "gamma", 1.5, "0 to 1"),
     (CreditConfig, "ddof", 2, "0 or 1"),
-    (CreditConfig, "eps", float("nan"), "0 or more"),
+    (CreditConfig, "eps", -1.0, "0 or more"),
     (CreditConfig, "history", -1, "0 or more"),
     (CreditConfig, "history_weight", -1.0, "0 or more"),
     (CreditConfig, "similarity", 0.4, "0.5 to 1"),
@@ -156,7 +158,6 @@ OUT_OF_RANGE = [
     (LearnerConfig, "dtype", "float16", "one of float32, bfloat16"),
     (LearnerConfig, "device", "gpu", "cpu, cuda or cuda:N"),
     (LearnerConfig, "lr", -1.0, "more than 0"),
-    (LearnerConfig, "lr", float("nan"), "more than 0"),
     (LearnerConfig, "betas", (0.9, 1.0), "two of 0 to below 1"),
     (LearnerConfig, "weight_decay", -1.0, "0 or more"),
     (LearnerConfig, "max_grad_norm", 0.0, "more than 0"),
@@ -206,7 +207,27 @@ def test_a_value_out_of_range_is_shown_with_the_range(kind, name, value, expecte
     with pytest.raises(ConfigError) as caught:
         kind(**{**REQUIRED.get(kind, {}), name: value})
     said = str(caught.value)
-    assert f"{name} is {value!r}" in said and said.endswith(f"expected {expected}")
+    assert f"{name} is {value!r}" in said and said.partition("; did you mean")[0].endswith(
+        f"expected {expected}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "near"),
+    [
+        ("learner.objective=pppo", "ppo"),
+        ("learner.packing=tre", "tree"),
+        ("learner.dtype=bfloat", "bfloat16"),
+        ("learner.kl_estimator=k3_unbias", "k3_unbiased"),
+    ],
+)
+def test_a_misspelt_name_is_shown_with_the_nearest(tmp_path, setting, near):
+    name, _, value = setting.partition("=")
+    with pytest.raises(ConfigError, match=f"{value}', expected one of .*; did you mean '{near}'"):
+        load_config(write(tmp_path, MINIMAL), [setting])
+    wrong: Any = {name.removeprefix("learner."): value}
+    with pytest.raises(ConfigError, match=f"{name} is '{value}', .*; did you mean '{near}'"):
+        LearnerConfig(**wrong)
 
 
 @pytest.mark.parametrize(
@@ -265,8 +286,55 @@ def test_what_the_objective_uses_is_taken(tmp_path):
     assert load_config(write(tmp_path, MINIMAL), lines).learner.kl_coef == 0.1
 
 
+def kinds_of_configs() -> list[Any]:
+    return [*(hint for hint in get_type_hints(TrainConfig).values() if is_dataclass(hint)), WarmStartConfig]
+
+
+UNBOUNDED = {"token_tis", "sequence_tis", "token_band", "geometric_band", "veto_band"}
+
+
+def test_every_number_of_a_config_is_finite():
+    walked = 0
+    for kind in [*kinds_of_configs(), CorrectionConfig]:
+        for name, hint in get_type_hints(kind).items():
+            for number in (float("inf"), float("nan")):
+                value: Any = {
+                    float: number,
+                    float | None: number,
+                    tuple[float, float]: (0.5, number),
+                    tuple[float, float] | None: (0.5, number),
+                    Mapping[str, float]: {"reward": number},
+                }.get(hint)
+                if value is None or name in UNBOUNDED:
+                    continue
+                with pytest.raises(
+                    ConfigError, match=rf"{name} is .*{number}.*, expected (a )?finite number"
+                ):
+                    kind(**{**REQUIRED.get(kind, {}), name: value})
+                walked += 1
+    assert walked > 60
+
+
+def test_a_cap_without_a_bound_is_taken_and_no_number_is_not():
+    assert CorrectionConfig(proximal=True, token_tis=float("inf")).token_tis == float("inf")
+    assert CorrectionConfig(token_band=(0.5, float("inf"))).token_band == (0.5, float("inf"))
+    bad: list[dict[str, Any]] = [
+        {"proximal": True, "token_tis": float("nan")},
+        {"token_band": (0.5, float("nan"))},
+    ]
+    for wrong in bad:
+        with pytest.raises(ConfigError, match=r"learner\.correction\.token"):
+            CorrectionConfig(**wrong)
+
+
+def test_corrections_are_a_config_and_no_mapping():
+    wrong: Any = {"token_tis": 2.0}
+    with pytest.raises(ConfigError, match=r"learner.correction is .*, expected a CorrectionConfig"):
+        LearnerConfig(correction=wrong)
+
+
 def test_every_number_of_a_config_has_a_range():
-    kinds = [*(hint for hint in get_type_hints(TrainConfig).values() if is_dataclass(hint)), WarmStartConfig]
+    kinds = kinds_of_configs()
     numbers = {
         (kind, name)
         for kind in kinds

@@ -17,18 +17,21 @@ Invariants:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spangrad.credit.aggregation import reweigh
+from spangrad.credit.settings import check_values
 from spangrad.credit.transition import Transition
 from spangrad.errors import ConfigError, EmptyBatchError
 from spangrad.trainer.learning.objectives import SequenceUnit
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+
+_UNBOUNDED: Final = ("token_tis", "sequence_tis", "token_band", "geometric_band", "veto_band")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +45,11 @@ class CorrectionConfig:
     token_tis: float | None = None
     """Weigh each token by `min(w, token_tis)`; needs `proximal`; above 0 (2 in public code), inf: no cap."""
     sequence_tis: float | None = None
-    """Weigh each sequence by `min(product of w, sequence_tis)`; needs `proximal`; above 0 (2 to 10)."""
+    """Weigh each sequence by `min(product of w, sequence_tis)`; needs `proximal`; above 0 (2 to 10), inf: no
+    cap."""
     token_band: tuple[float, float] | None = None
-    """Leave out tokens whose w is outside: IcePop, masked importance sampling (0.5 and 5)."""
+    """Leave out tokens whose w is outside: IcePop, masked importance sampling (0.5 and 5).
+    The upper bound of a band may be inf."""
     geometric_band: tuple[float, float] | None = None
     """Leave out sequences whose geometric mean of w is outside (0.99 and 1.01)."""
     sequence_max: float | None = None
@@ -59,6 +64,7 @@ class CorrectionConfig:
 
     def __post_init__(self) -> None:
         """Check ranges and combinations."""
+        check_values(self, "learner.correction.", unbounded=_UNBOUNDED)
         for name in ("token_tis", "sequence_tis", "sequence_max", "off_policy_max", "m2_max"):
             value = getattr(self, name)
             if value is not None and not value > 0:

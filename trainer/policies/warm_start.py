@@ -14,7 +14,6 @@ import errno
 import hashlib
 import importlib.metadata
 import json
-import math
 import shutil
 import tempfile
 from collections import Counter
@@ -32,6 +31,7 @@ from spangrad.adapters.calls import calls_of
 from spangrad.adapters.grading import reason_kind
 from spangrad.adapters.model_call import Grade, ModelCall
 from spangrad.credit.aggregation import weigh
+from spangrad.credit.settings import check_values, one_of
 from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import transitions
 from spangrad.errors import EmptyBatchError, GradeError
@@ -85,11 +85,12 @@ class WarmStartConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
+        check_values(self, "warm_start.")
         for name in ("rollouts", "steps", "batch_rows", "hidden", "layers", "heads", "vocab", "max_length"):
             require(getattr(self, name) >= 1, f"warm_start.{name}", getattr(self, name), "1 or more")
         require(self.warmup_steps >= 0, "warm_start.warmup_steps", self.warmup_steps, "0 or more")
-        require(0 < self.lr < math.inf, "warm_start.lr", self.lr, "more than 0")
-        require(self.dtype in DTYPES, "warm_start.dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        require(self.lr > 0, "warm_start.lr", self.lr, "more than 0")
+        require(self.dtype in DTYPES, "warm_start.dtype", self.dtype, one_of(self.dtype, DTYPES))
 
 
 @dataclass(frozen=True, slots=True)
