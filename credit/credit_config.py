@@ -1,6 +1,5 @@
 """How rewards become advantages: the settings, their ranges, and which of them have an effect together."""
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -10,8 +9,8 @@ from spangrad.credit.estimators import BOTH_TERMS, EPISODE_TERMS, STEP_TERMS
 from spangrad.credit.filtering import MISSING_SCORE, OVERLONG, OVERLONG_SETTINGS, leaves_out_lone
 from spangrad.credit.grpo import Singleton
 from spangrad.credit.rewards import DEFAULT_WEIGHTS
-from spangrad.credit.settings import check_values
 from spangrad.credit.scoring import check_shaping
+from spangrad.credit.settings import check_values
 from spangrad.errors import ConfigError
 
 Episode = Literal[
@@ -44,7 +43,8 @@ StepName = Literal[
     "treerl",
 ]
 
-_COUNTS: Final = ("overlong_limit", "overlong_buffer", "overlong_factor", "shaping_weight")
+_SWITCHES: Final = ("step_weight", "scale_by_std", "history")
+"""Settings that leave others without an effect where they are 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class CreditConfig:
     overlong_buffer: int = 0
     """How far below the limit the penalty begins, in tokens; 0 or more, 1 to the limit with `penalize`."""
     overlong_factor: float = 1.0
-    """Penalty at the limit, in reward units; 0 or more."""
+    """Penalty at the limit, in reward units; above 0."""
     scores: str | None = None
     """Where numbers about states come from, for step `turn_credit` and for `shaping`: `path/to/file.py:name`
     or `package.module:name`, called as `function(task, calls) -> numbers` with the calls that are steps, one
@@ -132,7 +132,7 @@ class CreditConfig:
     themselves, one a step) are added to the rewards of steps, a new objective: `shaping/passes` says whether
     going in circles pays."""
     shaping_weight: float = 1.0
-    """Factor of what shaping adds; 0 or more."""
+    """Factor of what shaping adds; above 0."""
 
     def __post_init__(self) -> None:
         """Check names, ranges, and that every setting that was changed has an effect."""
@@ -159,15 +159,16 @@ class CreditConfig:
             "history_weight",
             "evidence_prior",
             "value_prior",
-            *_COUNTS,
+            "overlong_limit",
+            "overlong_buffer",
         ):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected 0 or more")
-        weights = list(self.reward_weights.values())
-        if not any(weights) or not all(math.isfinite(weight) for weight in weights):
-            raise ConfigError(
-                f"reward_weights is {dict(self.reward_weights)!r}; expected finite weights, not all 0"
-            )
+        if not any(self.reward_weights.values()):
+            raise ConfigError(f"reward_weights is {dict(self.reward_weights)!r}; expected weights, not all 0")
+        for name in ("overlong_factor", "shaping_weight"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected above 0")
         for name in ("top_share", "top_p"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected above 0, at most 1")
@@ -202,10 +203,11 @@ class CreditConfig:
         for setting in fields(self):
             value = getattr(self, setting.name)
             if setting.name not in used and value != setting.default:
+                off = [f"{name} {at!r}, " for name in _SWITCHES if not (at := getattr(self, name))]
                 raise ConfigError(
                     f"{setting.name} = {value!r} has no effect with episode {self.episode!r}, step "
-                    f"{self.step!r}, anchors {self.anchors!r}, filters {list(self.filters)!r} and overlong "
-                    f"{self.overlong!r}; leave it out, or choose what uses it"
+                    f"{self.step!r}, anchors {self.anchors!r}, {''.join(off)}filters {list(self.filters)!r} "
+                    f"and overlong {self.overlong!r}; leave it out, or choose what uses it"
                 )
 
     def settings_used(self) -> frozenset[str]:
@@ -217,14 +219,37 @@ class CreditConfig:
         if self.shaping != "none":
             used |= {"scores", "shaping_weight"}
         if self.step in BOTH_TERMS:
-            return used | BOTH_TERMS[self.step].settings
-        used |= EPISODE_TERMS[self.episode].settings
+            used |= self._of(BOTH_TERMS[self.step].settings)
+            return used if self.step_weight else used - {"gamma"}
+        used |= self._of(EPISODE_TERMS[self.episode].settings)
         if self.step != "none":
-            used |= STEP_TERMS[self.step].settings | {"step_weight"}
-        counts_lone = self.step in STEP_TERMS and STEP_TERMS[self.step].counts_lone and self.step_weight > 0
-        if leaves_out_lone(self.filters, counts_lone=counts_lone):
+            own = self._of(STEP_TERMS[self.step].settings)
+            used |= {"step_weight"} | (own if self.step_weight else own & {"scores"})
+        if leaves_out_lone(self.filters, counts_lone=self._steps_count_lone):
             used -= {"singleton"}
-        return used - {"similarity"} if self.anchors == "exact" else used
+        return used
+
+    def _of(self, settings: frozenset[str]) -> frozenset[str]:
+        """What is left of a term's settings where one of them switches others off."""
+        if "scale_by_std" in settings and not self.scale_by_std:
+            settings -= {"ddof", "eps"}
+        if self.history == 0:
+            settings -= {"history_weight"}
+        return settings - {"similarity"} if self.anchors == "exact" else settings
+
+    @property
+    def _steps_count_lone(self) -> bool:
+        return self.step in STEP_TERMS and STEP_TERMS[self.step].counts_lone and self.step_weight > 0
+
+    @property
+    def counts_lone(self) -> bool:
+        """Whether a rollout that is alone in its group can get credit."""
+        return self.episode == "running_baseline" or self.singleton == "raw" or self._steps_count_lone
+
+    @property
+    def is_per_step(self) -> bool:
+        """Whether the steps of a rollout can get different credit."""
+        return EPISODE_TERMS[self.episode].is_per_step or (self.step != "none" and self.step_weight > 0)
 
     @property
     def drops(self) -> tuple[str, ...]:

@@ -135,7 +135,8 @@ class RolloutConfig:
     groups_per_update: int = 16
     """Tasks per update; 1 or more."""
     group_size: int = 8
-    """Rollouts of each task; 2 or more."""
+    """Rollouts of each task; 2 or more, or 1 where nothing is compared inside groups, as with
+    `credit.episode = "running_baseline"`."""
     temperature: float = 1.0
     """Sampling temperature for training rollouts; more than 0."""
     max_staleness: int = 0
@@ -160,9 +161,9 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        require(self.groups_per_update >= 1, "rollout.groups_per_update", self.groups_per_update, "1 or more")
         check_values(self, "rollout.")
-        require(self.group_size >= 2, "rollout.group_size", self.group_size, "2 or more")
+        require(self.groups_per_update >= 1, "rollout.groups_per_update", self.groups_per_update, "1 or more")
+        require(self.group_size >= 1, "rollout.group_size", self.group_size, "1 or more")
         require(self.temperature > 0, "rollout.temperature", self.temperature, "more than 0")
         require(self.max_staleness >= 0, "rollout.max_staleness", self.max_staleness, "0 or more")
         tokens = self.aggregation_tokens
@@ -178,10 +179,10 @@ class RolloutConfig:
             self.informative_groups >= 1, "rollout.informative_groups", self.informative_groups, "1 or more"
         )
         require(
-            self.informative_groups <= most,
+            self.informative_groups <= (most if self.refills else 1),
             "rollout.informative_groups",
             self.informative_groups,
-            f"at most {most}: groups_per_update with all refills",
+            f"at most {most}: groups_per_update with all refills" if self.refills else "1 with refills 0",
         )
 
 
@@ -202,8 +203,8 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        require(self.every >= 0, "eval.every", self.every, "0 or more")
         check_values(self, "eval.")
+        require(self.every >= 0, "eval.every", self.every, "0 or more")
         for name in ("tasks", "tasks_between"):
             require(getattr(self, name) >= 1, f"eval.{name}", getattr(self, name), "1 or more")
 
@@ -228,7 +229,16 @@ class TrainConfig:
         """Refuse settings that the objective does not use."""
         aggregation = self.rollout.aggregation
         is_weighed = aggregation != RolloutConfig.__dataclass_fields__["aggregation"].default
-        check_effects(self.learner, self.credit, self.preference, is_weighed=is_weighed)
+        group_size = self.rollout.group_size
+        check_effects(
+            self.learner, self.credit, self.preference, is_weighed=is_weighed, group_size=group_size
+        )
+        require(
+            self.learner.seed in (LearnerConfig().seed, self.run.seed),
+            "learner.seed",
+            self.learner.seed,
+            f"none: run.seed, {self.run.seed}, seeds the learner of a run",
+        )
 
     @property
     def folder(self) -> Path:

@@ -60,19 +60,26 @@ class PreferenceConfig:
 
 
 def check_effects(
-    learner: LearnerConfig, credit: CreditConfig, preference: PreferenceConfig, *, is_weighed: bool
+    learner: LearnerConfig,
+    credit: CreditConfig,
+    preference: PreferenceConfig,
+    *,
+    is_weighed: bool,
+    group_size: int,
 ) -> None:
-    """Refuse settings of a run that its objective does not use.
+    """Refuse settings of a run that its objective does not use, or that do not go together.
 
     Args:
         learner: Its objective.
         credit: Estimators; its `reward_weights` say what a return is, for every objective.
         preference: See there.
         is_weighed: Whether somebody chose how rollouts and tokens are weighed.
+        group_size: Rollouts of each task.
 
     Raises:
-        ConfigError: One was changed.
+        ConfigError: One was changed, or groups of one say nothing.
     """
+    _check_comparisons(learner, credit, group_size)
     if preference.target == "observations" and learner.echo_coef > 0:
         raise ConfigError(
             f"learner.echo_coef is {learner.echo_coef!r} and preference.target 'observations', which trains "
@@ -99,4 +106,21 @@ def check_effects(
         raise ConfigError(
             f"{changed[0]} has no effect with learner.objective {learner.objective!r}; leave it out, or "
             "choose what uses it"
+        )
+
+
+def _check_comparisons(learner: LearnerConfig, credit: CreditConfig, group_size: int) -> None:
+    needs_credit = OBJECTIVES[learner.objective].needs_credit
+    if group_size == 1 and not (credit.counts_lone if needs_credit else learner.objective != "dpo"):
+        what = f"credit.episode {credit.episode!r}" if needs_credit else "learner.objective 'dpo'"
+        raise ConfigError(
+            f"rollout.group_size is 1, expected 2 or more: {what} compares rollouts of a task; choose "
+            "credit.episode 'running_baseline' for tasks that are run once"
+        )
+    if learner.objective == "gspo" and learner.sequence == "row" and credit.is_per_step:
+        raise ConfigError(
+            "learner.objective 'gspo' takes one advantage of a sequence, and the calls of a row, which "
+            "learner.sequence 'row' makes one, get different ones with credit.episode "
+            f"{credit.episode!r} and credit.step {credit.step!r}; choose learner.sequence 'call', or "
+            "learner.objective 'gspo_token'"
         )

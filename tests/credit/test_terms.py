@@ -94,9 +94,9 @@ def test_gdpo_refuses_rewards_of_steps_that_it_would_not_count():
     assert values(batch, episode="gdpo", step="leave_one_out_to_go") == [0.0]
 
 
-@pytest.mark.parametrize("weights", [{}, {"a": 0.0}, {"a": float("inf")}])
+@pytest.mark.parametrize("weights", [{}, {"a": 0.0}])
 def test_weights_that_weigh_nothing_are_refused(weights):
-    with pytest.raises(ConfigError, match=r"reward_weights is .*; expected finite weights, not all 0"):
+    with pytest.raises(ConfigError, match=r"reward_weights is .*; expected weights, not all 0"):
         CreditConfig(reward_weights=weights)
 
 

@@ -129,7 +129,7 @@ OUT_OF_RANGE = [
     (AgentConfig, "timeout_s", 0.0, "more than 0"),
     (AgentConfig, "max_attempts", 0, "1 or more"),
     (RolloutConfig, "groups_per_update", 0, "1 or more"),
-    (RolloutConfig, "group_size", 1, "2 or more"),
+    (RolloutConfig, "group_size", 0, "1 or more"),
     (RolloutConfig, "temperature", 0.0, "more than 0"),
     (RolloutConfig, "max_staleness", -1, "0 or more"),
     (RolloutConfig, "aggregation_tokens", 0.0, "more than 0"),
@@ -151,8 +151,8 @@ OUT_OF_RANGE = [
     (CreditConfig, "top_p", 1.5, "above 0, at most 1"),
     (CreditConfig, "overlong_limit", -1, "0 or more"),
     (CreditConfig, "overlong_buffer", -1, "0 or more"),
-    (CreditConfig, "shaping_weight", -1.0, "0 or more"),
-    (CreditConfig, "overlong_factor", -1.0, "0 or more"),
+    (CreditConfig, "shaping_weight", 0.0, "above 0"),
+    (CreditConfig, "overlong_factor", 0.0, "above 0"),
     (CreditConfig, "value_prior", -1.0, "0 or more"),
     (CreditConfig, "baseline_decay", 1.0, "0 to below 1"),
     (LearnerConfig, "dtype", "float16", "one of float32, bfloat16"),
@@ -327,10 +327,58 @@ def test_a_cap_without_a_bound_is_taken_and_no_number_is_not():
             CorrectionConfig(**wrong)
 
 
+def test_the_seed_of_the_learner_is_that_of_the_run(tmp_path):
+    file = write(tmp_path, MINIMAL)
+    with pytest.raises(
+        ConfigError, match=r"learner.seed is 3, expected none: run.seed, 0, seeds the learner"
+    ):
+        load_config(file, ["learner.seed=3"])
+    assert load_config(file, ["learner.seed=3", "run.seed=3"]).run.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["credit.episode=running_baseline"], None),
+        (["credit.episode=none", "credit.step=reinforce_pp"], None),
+        (["learner.objective=bc"], None),
+        ([], "credit.episode 'grpo'"),
+        (["credit.episode=rloo", "credit.step=gigpo"], "credit.episode 'rloo'"),
+        (["learner.objective=dpo"], "learner.objective 'dpo'"),
+    ],
+)
+def test_groups_of_one_are_taken_where_nothing_is_compared_inside_groups(tmp_path, lines, says):
+    file = write(tmp_path, MINIMAL + "[rollout]\ngroup_size = 1\n")
+    if says is None:
+        assert load_config(file, lines).rollout.group_size == 1
+    else:
+        with pytest.raises(
+            ConfigError, match=f"is 1, expected 2 or more: {says} compares .*'running_baseline'"
+        ):
+            load_config(file, lines)
+
+
+@pytest.mark.parametrize("credit", [["credit.step=gigpo"], ["credit.episode=tree_grpo"]])
+def test_gspo_takes_no_credit_of_steps_where_a_row_is_the_sequence(tmp_path, credit):
+    file = write(tmp_path, MINIMAL)
+    rows = ["learner.objective=gspo", "learner.sequence=row"]
+    with pytest.raises(
+        ConfigError, match=r"'gspo' takes one advantage .*; choose learner.sequence 'call', or"
+    ):
+        load_config(file, [*rows, *credit])
+    for fine in (rows, [*credit, *rows[:1]], [*credit, "learner.objective=gspo_token", *rows[1:]]):
+        load_config(file, fine)
+
+
 def test_corrections_are_a_config_and_no_mapping():
     wrong: Any = {"token_tis": 2.0}
     with pytest.raises(ConfigError, match=r"learner.correction is .*, expected a CorrectionConfig"):
         LearnerConfig(correction=wrong)
+
+
+def test_without_refills_no_number_of_informative_groups_has_an_effect():
+    with pytest.raises(ConfigError, match="informative_groups is 2, expected 1 with refills 0"):
+        RolloutConfig(refills=0, informative_groups=2)
 
 
 def test_every_number_of_a_config_has_a_range():

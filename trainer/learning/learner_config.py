@@ -120,7 +120,7 @@ class LearnerConfig:
     """`policy/kl_to_start` is measured on at most this many rows, taken at random; 0 or more. All are where
     `kl_coef` is above 0, none where the objective needs no starting policy (`bc`, `awr`)."""
     seed: int = 0
-    """Seeds the order of rows; 0 or more."""
+    """Seeds the order of rows; 0 or more. In a training run `run.seed` does, and this one is refused."""
     threads: int = 0
     """torch CPU threads of the process; 0 leaves them as they are."""
 
