@@ -7,8 +7,9 @@ Invariants:
 * the cost does not grow with the store's age: of each kind the last few rollouts, as the decay says.
 """
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +23,9 @@ from spangrad.credit.running import rollouts_remembered, running_baselines
 from spangrad.store.base import Store
 from spangrad.store.records import Rollout
 
+logger = logging.getLogger(__name__)
+
+_SHOWN: Final = 12
 _SQL: Final = """
 WITH ended AS (
   SELECT rollout_id, ended_ns, CAST({kind} AS VARCHAR) AS kind,
@@ -62,8 +66,10 @@ def baselines_of(
         authors: Whose rewards count.
         weights: As in `rewards_of`.
 
-    Rollouts are in order of the time at which they ended, those of one moment in order of their ids.
+    Rollouts are in order of the time at which they ended, those of one moment in order of their ids. Where
+    none has the key, that is said, with the keys that there are.
     """
+    _tell_no_kind(batch, config.baseline_key)
     names = config.baseline_key.split(".")[1:]
     parameters: dict[str, Any] = {
         "batch": [rollout.rollout_id for rollout in batch],
@@ -89,6 +95,33 @@ def baselines_of(
         for row, baseline in zip(ordered, baselines_M.tolist(), strict=True)
         if row["is_own"] and not math.isnan(baseline)
     }
+
+
+def _tell_no_kind(batch: Sequence[Rollout], key: str) -> None:
+    keys = sorted({name for rollout in batch for name in _keys(rollout)})
+    if key != "all" and key not in keys:
+        more = ", ..." if len(keys) > _SHOWN else ""
+        logger.warning(
+            "none of %d rollouts has a %s, which credit.baseline_key names, so none has a baseline; there is"
+            " %s",
+            len(batch),
+            key,
+            ", ".join(["all", *keys[:_SHOWN]]) + more,
+        )
+
+
+def _keys(rollout: Rollout) -> Iterator[str]:
+    """Values of `baseline_key` by which the rollout would be of a kind."""
+    if rollout.task_id is not None:
+        yield "task_id"
+    yield from _paths(rollout.task, "task")
+
+
+def _paths(value: Any, above: str) -> Iterator[str]:
+    for name, inner in value.items() if isinstance(value, Mapping) else ():
+        if inner is not None:
+            yield f"{above}.{name}"
+            yield from _paths(inner, f"{above}.{name}")
 
 
 def _totals(

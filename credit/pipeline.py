@@ -24,8 +24,8 @@ from spangrad.credit.history import baselines_of
 from spangrad.credit.observations import observation_rows
 from spangrad.credit.pairs import Preferred
 from spangrad.credit.rendered import REWRITTEN, Render, count_rewritten, rendered, with_unknown_tools
-from spangrad.credit.rewards import DEFAULT_AUTHORS, RolloutRewards, by_rollout, rewards_of
-from spangrad.credit.scoring import BY_REWARD, scorer
+from spangrad.credit.rewards import DEFAULT_AUTHORS, RolloutRewards, by_rollout, rewards_of, with_names
+from spangrad.credit.scoring import BY_REWARD, scorer, tell_unscored
 from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import (
     MISSING_REWARD,
@@ -159,7 +159,7 @@ def credited_rows(
     total = shown + sum(sampled.values()) + sum(one.sampled_tokens for one in refused if one.call_id is None)
     refused = [
         replace(one, sampled_tokens=one.sampled_tokens or sampled.get(one.call_id or "", 0))
-        for one in refused
+        for one in with_names(store, refused, ended, trajectories, authors)
     ]
     trained = sum(int(row.action_mask.sum()) for row in rows)
     check_books(total, trained, dropped_tokens(refused), where=f"{len(rollouts)} rollouts")
@@ -197,7 +197,9 @@ def trajectories_of(
     given = by_rollout(store.rewards(ids) if ids and with_rewards else ())
     parents = parents_of(rollouts, calls_by_rollout) if config is not None and config.needs_branches else {}
     score = None if config is None else scorer(config, base_dir)
-    wanted = "" if config is None or config.scores is None else config.scores.removeprefix(BY_REWARD)
+    scores_from = "" if config is None or config.scores is None else config.scores
+    wanted = scores_from.removeprefix(BY_REWARD)
+    is_told = wanted == scores_from or not rollouts
     found: list[Trajectory] = []
     for rollout in rollouts:
         calls = calls_by_rollout[rollout.rollout_id]
@@ -208,7 +210,11 @@ def trajectories_of(
             steps = [call for call in in_order(calls) if acts(call)]
             named = rewards_of(rollout, mine, calls, authors=authors, weights={wanted: 1.0}).steps
             scores = score(rollout, steps, named)
+            is_told |= bool(named)
         found.append(replace(_trajectory(rollout, calls, rewards, config, parents), scores=scores))
+    if not is_told:
+        names = (one.name for mine in given.values() for one in mine if one.call_id is not None)
+        tell_unscored(wanted, names, rollouts=len(rollouts))
     if config is None or config.episode != "running_baseline" or not found:
         return found
     totals = {one.rollout_id: one.total_reward for one in found}

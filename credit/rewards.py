@@ -9,11 +9,13 @@ Rules, in this order:
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from spangrad.adapters.model_call import ModelCall
-from spangrad.credit.transitions import acts, trajectory_of
+from spangrad.credit.transitions import MISSING_REWARD, Refused, acts, trajectory_of
+from spangrad.credit.types import Trajectory
+from spangrad.store.base import Store
 from spangrad.store.records import DEFAULT_REWARD, Reward, RewardAuthor, Rollout
 
 DEFAULT_AUTHORS: Final = (str(RewardAuthor.EVALUATOR), str(RewardAuthor.OPERATOR))
@@ -69,9 +71,8 @@ def rewards_of(
     call_ids |= {f"{call.trace_id}-{span_id}": call.call_id for call in calls for span_id in call.span_ids}
     latest: dict[tuple[tuple[str | None, str, str | None], RewardAuthor], float] = {}
     for reward in given:
-        is_current = reward.rollout_id == rollout.rollout_id and reward.attempt in (None, rollout.attempt)
         if (
-            not is_current
+            not _is_current(reward, rollout)
             or reward.author not in authors
             or reward.author is None
             or reward.name not in wanted
@@ -91,6 +92,47 @@ def rewards_of(
             steps[call_id] = steps.get(call_id, 0.0) + wanted[name] * value
     outcome = sum(known) if len(known) == len(wanted) and known else None
     return RolloutRewards(outcome, steps, components)
+
+
+def with_names(
+    store: Store,
+    refused: Sequence[Refused],
+    rollouts: Sequence[Rollout],
+    trajectories: Sequence[Trajectory],
+    authors: Sequence[str],
+) -> list[Refused]:
+    """With the names of rewards where one is missing: which is, and which the rollout has instead."""
+    lacking = {one.rollout_id for one in refused if one.reason == MISSING_REWARD}
+    ids = [rollout.rollout_id for rollout in rollouts if rollout.rollout_id in lacking]
+    given = by_rollout(store.rewards(ids) if ids else ())
+    why = {
+        rollout.rollout_id: _missing_because(rollout, given.get(rollout.rollout_id, ()), each, authors)
+        for rollout, each in zip(rollouts, trajectories, strict=True)
+    }
+    return [
+        replace(one, reason=why.get(one.rollout_id or "", MISSING_REWARD), kind=MISSING_REWARD)
+        if one.reason == MISSING_REWARD
+        else one
+        for one in refused
+    ]
+
+
+def _missing_because(
+    rollout: Rollout, given: Sequence[Reward], trajectory: Trajectory, authors: Sequence[str]
+) -> str:
+    lacking = ", ".join(repr(name) for name, value in trajectory.components.items() if value is None)
+    there = {
+        f"{reward.name!r}{'' if reward.call_id is None else ' for a call'}"
+        f"{'' if reward.author in authors else f' by {reward.author}, who does not count'}"
+        for reward in given
+        if _is_current(reward, rollout)
+    }
+    instead = f"; there is {', '.join(sorted(there))}" if there else ""
+    return f"{MISSING_REWARD}{f': {lacking}' if lacking else ''}{instead}"
+
+
+def _is_current(reward: Reward, rollout: Rollout) -> bool:
+    return reward.rollout_id == rollout.rollout_id and reward.attempt in (None, rollout.attempt)
 
 
 def total_reward(

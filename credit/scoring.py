@@ -12,8 +12,9 @@ batch tells how much an agent earns by going in circles for it.
 Shape letters: T steps of one rollout, S steps of all.
 """
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -32,6 +33,8 @@ from spangrad.user_code import load_callable
 
 if TYPE_CHECKING:
     from spangrad.credit.credit_config import CreditConfig
+
+logger = logging.getLogger(__name__)
 
 BY_REWARD: Final = "reward:"
 NEW_OBJECTIVES: Final = ("score_gain", "terms")
@@ -77,6 +80,17 @@ def scorer(config: "CreditConfig", base_dir: str = ".") -> Score | None:
         return scores
 
     return ask
+
+
+def tell_unscored(name: str, given: Iterable[str], *, rollouts: int) -> None:
+    """Say that no step of the batch has the reward that scores are; `given` are the names that steps have."""
+    logger.warning(
+        "no step of %d rollouts has a reward %r of an author that counts, which credit.scores names:"
+        " there are no scores; rewards that steps were given: %s",
+        rollouts,
+        name,
+        ", ".join(map(repr, sorted(set(given)))) or "none",
+    )
 
 
 def lacks_scores(trajectory: Trajectory, config: "CreditConfig") -> bool:

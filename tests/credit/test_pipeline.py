@@ -105,7 +105,9 @@ def test_a_rollout_without_a_reward_is_refused_and_left_out_of_the_mean(store):
     batch = credited_rows(store, filled(store, {"good": 1.0, "bad": 0.0, "unscored": None}), PLAIN)
     assert {row.rollout_id for row in batch.rows} == {"good", "bad"}
     assert batch.rows[0].advantages.max() == 0.5
-    assert [(r.rollout_id, r.reason) for r in batch.refused] == [("unscored", "reward is missing")] * 2
+    assert [(r.rollout_id, r.reason) for r in batch.refused] == [
+        ("unscored", "reward is missing: 'reward'")
+    ] * 2
     assert batch.diagnostics["rollouts/missing_reward"] == 1
 
 
@@ -116,9 +118,38 @@ def test_rewards_add_up_by_the_weights_of_the_config_and_gdpo_keeps_them_apart(s
     weights = {"reward": 2.0, "brief": -0.1}
     batch = credited_rows(store, rollouts, dataclasses.replace(PLAIN, reward_weights=weights))
     assert [row.advantages.max() for row in batch.rows] == [1.0, 0.0]  # 2 - 1 and 0 - 1
-    assert [r.reason for r in batch.refused] == ["reward is missing"] * 2
+    assert [r.reason for r in batch.refused] == ["reward is missing: 'brief'; there is 'reward'"] * 2
     apart = credited_rows(store, rollouts, CreditConfig(episode="gdpo", reward_weights=weights, eps=0.0))
     assert [row.advantages.max() for row in apart.rows] == [1.0, 0.0]  # brief says nothing: +1, -1 in std
+
+
+def test_a_missing_reward_is_named_with_what_was_given_instead(store):
+    rollouts = filled(store, {"good": 1.0, "bad": 0.0})
+    store.put_rewards([Reward("good", 1.0, "stile")], author=RewardAuthor.AGENT)
+    settings: dict[str, Any] = {"reward_weights": {"reward": 1.0, "style": 1.0}}
+    why = {
+        "good": "reward is missing: 'style'; there is 'reward', 'stile' by agent, who does not count",
+        "bad": "reward is missing: 'style'; there is 'reward'",
+    }
+    for prefer in (partial(labelled, good_at=1.0), None):
+        config = None if prefer else CreditConfig()
+        refused = credited_rows(store, rollouts, config, prefer=prefer, **settings).refused
+        assert {one.rollout_id: one.reason for one in refused} == why
+        assert {one.counted_as for one in refused} == {"reward is missing"}
+
+
+@pytest.mark.parametrize(("name", "warns"), [("progres", True), ("progress", False)])
+def test_scores_that_nobody_gave_are_told_with_what_was_given(store, caplog, name, warns):
+    rollouts = filled(store, {"good": 1.0, "bad": 0.0})
+    (first,) = (one for one in store.spans(["good"]) if one.start_ns == 10)
+    step = Reward("good", 0.5, "progress", attempt=0, call_id=f"{first.trace_id}-{first.span_id}")
+    store.put_rewards([step], author=RewardAuthor.EVALUATOR)
+    credited_rows(store, rollouts, CreditConfig(step="turn_credit", scores=f"reward:{name}"))
+    says = (
+        "no step of 2 rollouts has a reward 'progres' of an author that counts, which credit.scores names:"
+        " there are no scores; rewards that steps were given: 'progress'"
+    )
+    assert caplog.messages == [says] * warns
 
 
 def test_a_rollout_that_goes_on_from_a_call_of_another_one_is_a_branch_of_it(store):

@@ -141,6 +141,23 @@ def test_a_batch_is_compared_with_what_the_store_has_of_its_kind_before_it(store
     assert set(advantages(store, CONFIG, "e", "f").values()) == {0.0}
 
 
+def test_a_key_that_no_rollout_of_the_batch_has_is_told_with_those_that_there_are(store, caplog):
+    ended(
+        store,
+        Rollout("a", run_id="run", task={"type": "sql", "n": {"m": 1, "no": None}}),
+        Rollout("b", run_id="run", task_id="t", task="text"),
+        rewards={"a": 1.0, "b": 5.0},
+    )
+    for key, warns in (("task.typ", True), ("task.n.no", True), ("task.n.m", False), ("all", False)):
+        caplog.clear()
+        advantages(store, dataclasses.replace(CONFIG, baseline_key=key), "a", "b")
+        says = (
+            f"none of 2 rollouts has a {key}, which credit.baseline_key names, so none has a baseline; there"
+            " is all, task.n, task.n.m, task.type, task_id"
+        )
+        assert caplog.messages == [says] * warns
+
+
 def test_rewards_of_steps_count_in_the_history(store):
     ended(
         store,

@@ -213,13 +213,15 @@ def _tell_refused(
     from spangrad.credit.transitions import MISSING_REWARD
 
     refused = [one for batch in batches for one in batch.refused if one.rollout_id in ids]
-    first = {one.counted_as: one.reason for one in reversed(refused)}
+    told: dict[str, set[str]] = {}
+    for one in refused:
+        told.setdefault(one.counted_as, set()).add(one.reason)
     reasons = Counter(one.counted_as for one in refused).most_common()
     for reason, count in reasons[:_REASONS_SHOWN]:
-        note(f"not trained, {count}x: {first[reason] if count == 1 else reason}")
+        note(f"not trained, {count}x: {min(told[reason]) if len(told[reason]) == 1 else reason}")
     if others := reasons[_REASONS_SHOWN:]:
         note(f"not trained, {sum(count for _, count in others)}x: {len(others)} other reasons")
-    if refused and all(one.reason == MISSING_REWARD for one in refused):
+    if refused and all(one.counted_as == MISSING_REWARD for one in refused):
         note(
             "--clone needs no rewards: `spangrad transitions --clone` shows what behaviour cloning trains on;"
             " `spangrad score` gives rewards"
