@@ -112,7 +112,6 @@ def test_a_damaged_file_of_the_archive_is_named_with_what_to_do(
         ("sql", "SELECT attributes FROM spans"),
         ("sql", "SELECT attributes FROM spans", "--parquet", str(tmp_path / "x.parquet")),
         ("export", str(tmp_path / "out"), "--format", "otlp"),
-        ("gc", "--attribute", "enduser.id=42", "--yes"),
     ):
         done = spangrad(*command, "--store", store)
         assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
@@ -120,6 +119,23 @@ def test_a_damaged_file_of_the_archive_is_named_with_what_to_do(
         assert "LINE" not in done.stderr
     file.write_bytes(whole)
     assert spangrad("sql", "SELECT attributes FROM spans", "--store", store).returncode == 0
+
+
+def test_a_deletion_that_a_damaged_file_keeps_from_its_end_is_not_called_done(store: str) -> None:
+    listed("archive", "--before", "1970-01-06", "--store", store, "--json")
+    [file, *_] = sorted(Path(f"{store}.archive").rglob("spans-*.parquet"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    request = ("gc", "--attribute", "enduser.id=42", "--store", store, "--yes", "--json")
+    done = spangrad(*request)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert f"not all that was asked for is deleted: {str(file)!r} of the archive is gone or" in done.stderr
+    assert "(1 traces) stays: put it back from a copy and run the same again" in done.stderr
+    report = json.loads(done.stdout)
+    assert (report["database"]["spans"], report["damaged"], report["deleted"]) == (2, [str(file)], False)
+    file.write_bytes(whole)
+    (report,) = listed(*request)
+    assert (report["database"]["spans"], report["damaged"], report["deleted"]) == (0, [], True)
 
 
 @pytest.mark.slow

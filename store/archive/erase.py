@@ -4,7 +4,8 @@ Knows every table of the store, by the names of its columns. Whole units go (`un
 
 * what names a trace, a rollout or a call that goes, goes too, in the tables and in the archive;
 * tasks and messages go with the last that used them; updates and metrics stay as numbers, without the ids;
-* a dry run does the same and takes it back, so it counts what would go.
+* a dry run does the same and takes it back, so it counts what would go;
+* what is wholly or in part in a damaged partition stays whole, so that the same selection finds it again.
 
 Bytes are in the file until it is written anew (`rewrite.py`), and in dropped files of the archive until
 `tidy`: whoever calls `erase` calls `rewrite` next, also where nothing was found, as an earlier run may have
@@ -32,6 +33,11 @@ WHERE attributes->>$path = $value OR resource->>$path = $value OR scope_attribut
 UNION SELECT trace_id, CASE WHEN trace_id IS NULL THEN log_id END FROM logs
 WHERE attributes->>$path = $value OR resource->>$path = $value OR scope_attributes->>$path = $value
 """
+_HIDDEN: Final = """
+SELECT a.trace_id, list_distinct(list_append(flatten(list(a.rollout_ids)), any_value(n.rollout_id)))
+FROM archived_traces a LEFT JOIN sessions n USING (trace_id)
+WHERE a.part IN (SELECT unnest(?::INTEGER[])) GROUP BY a.trace_id
+"""
 _WITHOUT_SPANS: Final = """
 SELECT rollout_id FROM rollouts WHERE status IN ('succeeded', 'failed')
   AND greatest(enqueued_ns, started_ns, ended_ns) < ? AND rollout_id NOT IN (SELECT rollout_id FROM seen)
@@ -54,6 +60,10 @@ class Selection:
     """Records that name no trace."""
     needed: int = 0
     """Rollouts or traces that are old enough and stay: a worker or a run waits for them."""
+    damaged: Sequence[str] = ()
+    """Files of the archive that are gone or damaged: nobody knows what of their partitions is to go."""
+    hidden: int = 0
+    """Traces in those partitions."""
 
 
 @dataclass(slots=True)
@@ -68,16 +78,16 @@ class Erased:
 def select_old(database: Database, before_ns: int) -> Selection:
     """What ended before a time and nobody needs, in database and archive."""
     with database.snapshot() as con:
-        database.partitions.unite(con)
-        found = units(con)
-        old, needed = old_units(con, found, before_ns)
-        seen = {rollout_id for unit in found for rollout_id in unit.rollouts}
+        damaged, hidden = _unite_whole(con, database)
+        found = units(con, hidden)
+        old, needed = old_units(con, [unit for unit in found if unit.is_whole], before_ns)
+        seen = {rollout_id for unit in found for rollout_id in unit.rollouts}.union(*hidden.values())
         con.register("seen", id_table("rollout_id", sorted(seen)))
         idle = {rollout_id for (rollout_id,) in con.execute(_WITHOUT_SPANS, [before_ns]).fetchall()}
         idle -= needed_rollouts(con, before_ns)
         logs = [log_id for (log_id,) in con.execute(_OLD_LOGS, [before_ns]).fetchall()]
     rollouts = idle | {rollout_id for unit in old for rollout_id in unit.rollouts}
-    return Selection(traces_of(old), sorted(rollouts), logs, needed)
+    return Selection(traces_of(old), sorted(rollouts), logs, needed, damaged, len(hidden))
 
 
 def select_by_attribute(database: Database, attributes: Sequence[tuple[str, str]]) -> Selection:
@@ -88,16 +98,31 @@ def select_by_attribute(database: Database, attributes: Sequence[tuple[str, str]
     traces: set[str] = set()
     logs: set[str] = set()
     with database.snapshot() as con:
-        database.partitions.unite(con)
+        damaged, hidden = _unite_whole(con, database)
         for name, value in attributes:
             key = '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
             given = {"path": f"$.{key}", "events": f"$[*].attributes.{key}", "value": value}
             for trace_id, log_id in con.execute(_MATCHING, given).fetchall():
                 traces |= {trace_id} - {None}
                 logs |= {log_id} - {None}
-        found = [unit for unit in units(con) if not traces.isdisjoint(unit.traces)] if traces else []
+        named = [unit for unit in units(con, hidden) if not traces.isdisjoint(unit.traces)] if traces else []
+    found = [unit for unit in named if unit.is_whole]
     rollouts = {rollout_id for unit in found for rollout_id in unit.rollouts}
-    return Selection(traces_of(found), sorted(rollouts), sorted(logs))
+    return Selection(traces_of(found), sorted(rollouts), sorted(logs), damaged=damaged, hidden=len(hidden))
+
+
+def _unite_whole(
+    con: duckdb.DuckDBPyConnection, database: Database
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Let a connection see the partitions whose files are what was written.
+
+    Returns the files that are not, and the traces in their partitions with the rollouts of each.
+    """
+    damaged = files.damaged(con, database.partitions.folder)
+    hidden = con.execute(_HIDDEN, [list(damaged.values())]).fetchall()
+    parts = con.execute("SELECT DISTINCT part FROM archives ORDER BY part").fetchall()
+    database.partitions.unite(con, [part for (part,) in parts if part not in damaged.values()])
+    return list(damaged), dict(hidden)
 
 
 def erase(database: Database, selection: Selection, *, dry_run: bool = False) -> Erased:

@@ -116,12 +116,26 @@ def file_name(table: Table, day: str, part: int) -> str:
 
 def check(folder: Path, file: str, expected: str) -> None:
     """Raise StoreError if a file is not what was written."""
-    path = folder / file
-    if not path.exists() or checksum(path) != expected:
+    if not _is_whole(folder / file, expected):
         raise StoreError(
-            f"{str(path)!r} is gone, or is not what `spangrad archive` wrote: put it back from a copy; "
-            "nothing was changed"
+            f"{str(folder / file)!r} is gone, or is not what `spangrad archive` wrote: put it back from a "
+            "copy; nothing was changed"
         )
+
+
+def damaged(con: duckdb.DuckDBPyConnection, folder: Path) -> dict[str, int]:
+    """Files that are gone or not what was written, each with the number of its partition; reads all."""
+    named = con.execute("SELECT file, part, checksum FROM archives ORDER BY part, file").fetchall()
+    return {
+        str(folder / file): part for file, part, expected in named if not _is_whole(folder / file, expected)
+    }
+
+
+def _is_whole(path: Path, expected: str) -> bool:
+    try:
+        return checksum(path) == expected
+    except OSError:  # also a disk that can't read it
+        return False
 
 
 def checksum(path: Path) -> str:

@@ -11,7 +11,7 @@ Invariants:
   that day or later.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -63,19 +63,29 @@ class Unit:
     """When its first span began."""
     last_ns: int = 0
     """When its last span ended."""
+    is_whole: bool = True
+    """Whether all of it can be read."""
 
 
-def units(con: duckdb.DuckDBPyConnection) -> list[Unit]:
-    """All units of the spans and log records that this connection sees, by their first trace."""
+def units(con: duckdb.DuckDBPyConnection, hidden: Mapping[str, Sequence[str]] | None = None) -> list[Unit]:
+    """All units of the spans and log records that this connection sees, by their first trace.
+
+    Those with a trace or rollout of `hidden` (traces that have more rows than it sees, with their
+    rollouts) are not whole.
+    """
     traces = con.execute(_TRACES).fetchall()
     groups = _Groups()
+    for trace_id, rollouts in (hidden or {}).items():
+        groups.join([("trace", trace_id), *(("rollout", rollout) for rollout in rollouts)])
     for trace_id, rollouts, _, _ in traces:
         groups.join([("trace", trace_id), *(("rollout", rollout) for rollout in rollouts)])
     for trace_id, other in con.execute(_BASES).fetchall():
         groups.join([("trace", trace_id), ("trace", other)])
     found: dict[tuple[str, str], Unit] = {}
+    in_part = {groups.root(("trace", trace_id)) for trace_id in hidden or {}}
     for trace_id, rollouts, first_ns, last_ns in traces:
-        unit = found.setdefault(groups.root(("trace", trace_id)), Unit())
+        root = groups.root(("trace", trace_id))
+        unit = found.setdefault(root, Unit(is_whole=root not in in_part))
         unit.traces.append(trace_id)
         unit.rollouts = sorted({*unit.rollouts, *rollouts})
         unit.first_ns = min(unit.first_ns, last_ns if first_ns is None else first_ns)

@@ -216,6 +216,41 @@ def test_what_is_too_old_goes_and_what_is_needed_stays(tmp_path: Path) -> None:
     assert not (tmp_path / "s.duckdb.archive").exists()
 
 
+@pytest.mark.parametrize("by_age", [False, True])
+def test_what_is_in_a_damaged_partition_stays_whole_and_all_else_goes(tmp_path: Path, by_age: bool) -> None:
+    path = tmp_path / "s.duckdb"
+    marks = [marker(), marker(), marker()]
+    with FileStore(path) as store:
+        store.enqueue([Rollout(f"r-{day}", task={"q": marks[day]}) for day in range(3)])
+        for rollout in store.claim(worker="w", limit=3):
+            store.finish(rollout.rollout_id, 0)
+        for day, mark in enumerate(marks):
+            store.put_otlp(request(of_user(day, "42", mark, rollout=f"r-{day}")))
+    archived(path, 3)
+    with duckdb.connect(str(path)) as con:
+        con.execute("UPDATE rollouts SET enqueued_ns = 1, started_ns = 2, ended_ns = 3")
+    with FileStore(path) as store:  # of the one that will be damaged, and says whose it is
+        store.put_otlp(request(of_user(1, "42", marks[1], rollout="r-1")))
+    (broken,) = (tmp_path / "s.duckdb.archive").glob("day=1970-01-02/messages-*.parquet")
+    broken.rename(tmp_path / "away")
+
+    def deleted() -> tuple[Sequence[str], Sequence[str], int]:
+        with FileStore(path) as store:
+            database = store.database
+            selection = select_old(database, 9 * DAY_NS) if by_age else select_by_attribute(database, USER)
+            erase(database, selection)
+        rewrite(path)
+        return selection.rollouts, selection.damaged, selection.hidden
+
+    assert deleted() == (["r-0", "r-2"], [str(broken)], 1)
+    assert [bytes_with(tmp_path, mark) for mark in (marks[0], marks[2])] == [set(), set()]
+    (tmp_path / "away").rename(broken)
+    with FileStore(path) as store:
+        assert (len(list(store.spans())), [r.rollout_id for r in store.rollouts()]) == (4, ["r-1"])
+    assert deleted() == (["r-1"], [], 0)
+    assert bytes_with(tmp_path, marks[1]) == set()
+
+
 def test_a_rollout_without_spans_goes_when_it_is_old(tmp_path: Path) -> None:
     path = tmp_path / "s.duckdb"
     with FileStore(path) as store:

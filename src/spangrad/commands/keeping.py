@@ -1,7 +1,7 @@
 """Commands that decide how long history is kept, and where: `spangrad archive`, `spangrad gc`."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
@@ -100,7 +100,8 @@ def gc(
     and messages that nothing else uses; updates keep their numbers. The file is
     written anew, so that no deleted byte is left in it. Counts are shown and
     confirmed before; without a terminal only --yes deletes. Old rollouts that a
-    worker or a training run waits for are kept, those of a user are not.
+    worker or a training run waits for are kept, those of a user are not. Where a
+    file of the archive is damaged, all else goes, and the exit code is 1.
     """
     before_ns = _before(keep, delete_before)
     attributes = [_attribute(text) for text in attribute or ()]
@@ -132,12 +133,24 @@ def gc(
                     " be looked at; run the same again when those have ended"
                 )
     if as_json:
-        report = asdict(erased) | {"rejected": rejected, "kept_for_runs": selection.needed, "deleted": goes}
+        report = asdict(erased) | {
+            "rejected": rejected,
+            "kept_for_runs": selection.needed,
+            "damaged": selection.damaged,
+            "deleted": goes and not selection.damaged,
+        }
         print_json([report | {"size_before": sizes[0], "size_after": sizes[1]}])
     elif goes:
-        print(f"deleted; {store} has {sizes[1] / _MIB:.1f} MiB now, {sizes[0] / _MIB:.1f} MiB before")
+        what = "deleted what can be read" if selection.damaged else "deleted"
+        print(f"{what}; {store} has {sizes[1] / _MIB:.1f} MiB now, {sizes[0] / _MIB:.1f} MiB before")
     if not goes and not dry_run:
         raise StoreError("nothing was deleted: answer y, or give --yes where nobody can be asked")
+    if selection.damaged:
+        raise StoreError(
+            f"not all that was asked for {'would be' if dry_run else 'is'} deleted: {selection.damaged[0]!r}"
+            f"{_others(selection.damaged)} of the archive is gone or damaged, and what it is part of"
+            f" ({selection.hidden} traces) stays: put it back from a copy and run the same again"
+        )
 
 
 def _show(erased: "Erased", selection: "Selection", store: str) -> None:
@@ -152,6 +165,10 @@ def _show(erased: "Erased", selection: "Selection", store: str) -> None:
         note(f"nothing in {store!r} is to be deleted; its file is written anew all the same")
     if selection.needed:
         note(f"{selection.needed} that are as old stay: a worker or a training run waits for them")
+
+
+def _others(files: Sequence[str]) -> str:
+    return f" (and {len(files) - 1} more)" if len(files) > 1 else ""
 
 
 def _rows(erased: "Erased", name: str) -> int:
