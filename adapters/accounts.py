@@ -20,7 +20,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Final
 
 from spangrad.adapters.counting import Counts, count_told
-from spangrad.adapters.dialects import NO_DIALECT, recognise
+from spangrad.adapters.dialects import NO_DIALECT
 from spangrad.adapters.sessions import GUESSED, Rule
 from spangrad.adapters.settling import settle_calls, settle_sessions
 from spangrad.adapters.trace_faults import count_faults
@@ -183,9 +183,10 @@ class _Reader:
         return count_told(self._store, self._trace_ids, self.told) if self.told.traces else self.told
 
     def _read(self, trace_ids: Sequence[str], unread: Sequence[UnreadTrace]) -> None:
-        spans, records = settle_calls(self._store, trace_ids, self._rules, unread, self._waiting)
+        spans, records, strays = settle_calls(self._store, trace_ids, self._rules, unread, self._waiting)
         self._waiting |= dict.fromkeys(trace_ids) | {one.trace_id: one.changed_ns for one in unread}
-        self._count(set(trace_ids), spans, records)
+        wanted = set(trace_ids)
+        self._count(wanted, spans, records, [span for span in strays if span.trace_id in wanted])
         if len(self._waiting) >= self._joined_at_once:
             self._join()
         fitting = len(trace_ids) * CONTENT_AT_ONCE // max(_content(spans, records), 1)
@@ -198,7 +199,9 @@ class _Reader:
             self._store.mark_read(changed)
         self._waiting.clear()
 
-    def _count(self, wanted: set[str], spans: Sequence[Span], records: Sequence[LogRecord]) -> None:
+    def _count(
+        self, wanted: set[str], spans: Sequence[Span], records: Sequence[LogRecord], strays: Sequence[Span]
+    ) -> None:
         known = {(span.trace_id, span.span_id) for span in spans}
         told = self.told
         told.traces += len(wanted)
@@ -206,7 +209,6 @@ class _Reader:
             log.trace_id in wanted and (log.trace_id, log.span_id) not in known for log in records
         )
         own_spans = [span for span in spans if span.trace_id in wanted]
-        strays = [span for span in own_spans if recognise(span) == NO_DIALECT]
         if strays:
             told.by_dialect[NO_DIALECT] += len(strays)
         for span in strays:

@@ -25,6 +25,7 @@ from spangrad.adapters.parts import join_parts
 from spangrad.adapters.purpose import purpose_of
 from spangrad.adapters.reading import Reading, text, whole_number
 from spangrad.adapters.server_spans import with_server_spans
+from spangrad.adapters.trace_faults import first_names
 from spangrad.store.base import Store
 from spangrad.store.records import LogRecord, Span
 from spangrad.tracer import conventions as c
@@ -62,14 +63,27 @@ def calls_of(
 
 
 def record_calls(
-    store: Store, calls: Iterable[ModelCall], read: Mapping[str, int | None] | None = None
+    store: Store,
+    calls: Iterable[ModelCall],
+    read: Mapping[str, int | None] | None = None,
+    unknown: Iterable[Span] = (),
 ) -> int:
     """Write the summaries of calls to the store's table `calls`, where SQL can ask about grades and sizes.
 
-    With `read`, these are all calls of these traces, as in `Store.put_calls`.
+    With `read`, these are all calls of these traces, and `unknown` those in an unknown dialect, as in
+    `Store.put_calls`.
     """
     rows = [_summary(call) for call in calls]
-    return store.put_calls(rows, read=read) if rows or read else 0
+    strays = [
+        {
+            "trace_id": span.trace_id,
+            "span_id": span.span_id,
+            "scope": span.scope,
+            "attributes": first_names(span),
+        }
+        for span in unknown
+    ]
+    return store.put_calls(rows, read=read, unknown=strays) if rows or read else 0
 
 
 def _summary(call: ModelCall) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """What a store's calls can train, and what to change where they were recorded so that they can train more.
 
-Counts come from the tables `calls` and `rollouts` and the view `trusted_rewards`, so a report costs one pass
-over summaries, whatever the size of the spans. Knows grades, objectives and reasons; reads no span.
+Counts come from the tables `calls`, `unknown_calls` and `rollouts` and the view `trusted_rewards`, so a
+report costs one pass over summaries, whatever the size of the spans. Knows grades, objectives and reasons;
+reads no span.
 
 Invariants:
 * every call of purpose `agent` is counted once in `grades`, and in each objective that its grade allows if
   its rollout succeeded: `spangrad export` and training take no others;
 * a reason without advice is still shown, with its count;
 * a rollout has a reward where credit sees one: given for the rollout, or for every call of it that acts;
+* calls in an unknown dialect are in none of these counts, and in one of their own, by scope;
 * traces whose calls are not in the tables yet are counted.
 """
 
@@ -202,6 +204,11 @@ SELECT count(*) AS rollouts, count(*) FILTER (rollout_id IN (SELECT rollout_id F
 """
 
 
+_UNKNOWN_SQL: Final = """
+SELECT scope, count(*) AS calls,
+  min('span ' || span_id || ' of trace ' || trace_id || ' with the attributes ' || attributes) AS example
+FROM unknown_calls GROUP BY scope ORDER BY calls DESC, scope
+"""
 _OTHERS_SQL: Final = """
 SELECT name, count(DISTINCT rollout_id) AS rollouts FROM trusted_rewards WHERE NOT list_contains(?, name)
 GROUP BY name ORDER BY rollouts DESC, name
@@ -265,6 +272,8 @@ class StoreReport:
     """Name of the reward that was asked for."""
     other_rewards: Mapping[str, int]
     """Rollouts by name of another trusted reward that they, or calls of them, have."""
+    unknown_calls: Sequence[Mapping[str, Any]]
+    """What looks like model calls, in a dialect that nobody reads: by scope, each with an example."""
     unread_traces: int
     """Traces whose newest spans are not in these counts yet."""
 
@@ -301,6 +310,7 @@ def report(store: Store, *, reward: str = DEFAULT_REWARD) -> StoreReport:
         ],
         reward=reward,
         other_rewards=other_rewards(store, reward),
+        unknown_calls=store.query(_UNKNOWN_SQL),
         unread_traces=unread["traces"],
     )
 

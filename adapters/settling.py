@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from spangrad.adapters.calls import calls_from_spans, record_calls
+from spangrad.adapters.dialects import NO_DIALECT, recognise
 from spangrad.adapters.model_call import ModelCall
 from spangrad.adapters.sessions import GUESSED, CallKeys, Rule, keys_of, sessions
 from spangrad.store.base import Store
@@ -32,10 +33,11 @@ def settle_calls(
     rules: Sequence[Rule] | None = None,
     unread: Sequence[UnreadTrace] = (),
     waiting: Mapping[str, int | None] = MappingProxyType({}),
-) -> tuple[list[Span], list[LogRecord]]:
+) -> tuple[list[Span], list[LogRecord], list[Span]]:
     """Read the calls of traces, with the accounts that the store has of them already, and record them.
 
-    Returns the spans and log records that were read.
+    Returns the spans and log records that were read, and those of the spans that are calls in an unknown
+    dialect.
 
     Args:
         store: Where the spans are.
@@ -77,10 +79,11 @@ def settle_calls(
         asked = list(_keys(anew, rules, rules_of))
         rows = {i: row for i, row in rows.items() if again.isdisjoint(row["trace_ids"])}
         rows |= {row["call_id"]: row for row in asked}
-    record_calls(store, [call for call in calls if call.trace_id in traces], traces)
+    strays = [span for span in spans if recognise(span) == NO_DIALECT]
+    record_calls(store, [call for call in calls if call.trace_id in traces], traces, strays)
     if rows:
         store.put_call_keys(list(rows.values()))
-    return spans, records
+    return spans, records, strays
 
 
 def settle_sessions(store: Store, trace_ids: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ OVERSIZED: Final = f"attributes of more than {LARGE >> 20} MiB"
 UNKNOWN_DIALECT: Final = "model calls in an unknown dialect"
 _SKEW_NS: Final = SKEW_S * 10**9
 _KEYS_SHOWN: Final = 8
+_LONGEST_KEY: Final = 80
 _NO_PARENT: Final = "0" * 16
 
 
@@ -51,10 +52,15 @@ def count_faults(spans: Sequence[Span], unread: Sequence[Span], faults: Faults) 
             else:
                 _count_skew(span, parent, faults)
     for span in unread:
-        keys = ", ".join(list(span.attributes)[:_KEYS_SHOWN])
-        _add(faults, UNKNOWN_DIALECT, span, f"of scope {span.scope!r}, with the attributes {keys}")
+        told = f"of scope {span.scope!r}, with the attributes {first_names(span)}"
+        _add(faults, UNKNOWN_DIALECT, span, told)
     for span in _in_circles(by_id):
         _add(faults, CYCLES, span)
+
+
+def first_names(span: Span) -> str:
+    """Names of a span's first attributes."""
+    return ", ".join(name[:_LONGEST_KEY] for name in list(span.attributes)[:_KEYS_SHOWN])
 
 
 def parent_of(span: Span) -> str | None:

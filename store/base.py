@@ -127,13 +127,17 @@ class Store(Protocol):
         ...
 
     def put_calls(
-        self, rows: Sequence[Mapping[str, Any]], *, read: Mapping[str, int | None] | None = None
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        read: Mapping[str, int | None] | None = None,
+        unknown: Sequence[Mapping[str, Any]] = (),
     ) -> int:
         """Store summaries of calls: columns of the table `calls`; a later one replaces an earlier one.
 
-        With `read`, what `unread_traces` said of each trace that was read, these are all its calls: others
-        are removed, and a trace that changed meanwhile is left as it is. Returns how many rows are new or
-        changed.
+        With `read`, what `unread_traces` said of each trace that was read, these are all its calls, and
+        `unknown` those in an unknown dialect (columns of `unknown_calls`): others are removed, and a trace
+        that changed meanwhile is left as it is. Returns how many rows of `calls` are new or changed.
         """
         ...
 

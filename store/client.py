@@ -243,17 +243,23 @@ class HubClient:
         self._call("put_metrics", arguments)
 
     def put_calls(
-        self, rows: Sequence[Mapping[str, Any]], *, read: Mapping[str, int | None] | None = None
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        read: Mapping[str, int | None] | None = None,
+        unknown: Sequence[Mapping[str, Any]] = (),
     ) -> int:
         """Store summaries of model calls: columns of the table `calls`, replaced by `call_id`.
 
-        With `read`, what `unread_traces` said of each trace that was read, these are all its calls: others
-        are removed, and a trace that changed meanwhile is left as it is. Returns how many rows are new or
-        changed.
+        With `read`, what `unread_traces` said of each trace that was read, these are all its calls, and
+        `unknown` those in an unknown dialect (columns of `unknown_calls`): others are removed, and a trace
+        that changed meanwhile is left as it is. Returns how many rows of `calls` are new or changed.
         """
         arguments: dict[str, Any] = {"rows": [dict(row) for row in rows]}
         if read is not None:
             arguments["read"] = dict(read)
+        if unknown:
+            arguments["unknown"] = [dict(row) for row in unknown]
         return int(self._call("put_calls", arguments))
 
     def unread_traces(

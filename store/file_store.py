@@ -379,16 +379,21 @@ class FileStore:
             ledger.put_metrics(con, run_id, update_index, metrics)
 
     def put_calls(
-        self, rows: Sequence[Mapping[str, Any]], *, read: Mapping[str, int | None] | None = None
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        read: Mapping[str, int | None] | None = None,
+        unknown: Sequence[Mapping[str, Any]] = (),
     ) -> int:
         """Store summaries of model calls: columns of the table `calls`, replaced by `call_id`.
 
-        With `read`, what `unread_traces` said of each trace that was read, these are all its calls: others
-        are removed, a trace that changed meanwhile is left as it is, and rollouts that nothing but spans of
-        other recorders tell of have ended. Returns how many rows are new or changed.
+        With `read`, what `unread_traces` said of each trace that was read, these are all its calls, and
+        `unknown` those in an unknown dialect (columns of `unknown_calls`): others are removed, a trace that
+        changed meanwhile is left as it is, and rollouts that nothing but spans of other recorders tell of
+        have ended. Returns how many rows of `calls` are new or changed.
         """
         with self._database.transaction() as con:
-            changed = ledger.put_calls(con, rows, read)
+            changed = ledger.put_calls(con, rows, read, unknown)
             if read:
                 with self._database.partitions.united(con, list(read)):
                     settle_outcomes(con, read)

@@ -92,6 +92,18 @@ def m008_joins(con: duckdb.DuckDBPyConnection) -> None:
     con.execute("INSERT INTO unread_traces SELECT DISTINCT trace_id, 0 FROM call_keys")
 
 
+def m009_unknown_calls(con: duckdb.DuckDBPyConnection) -> None:
+    """Calls in an unknown dialect; traces that have no others are read again, for those."""
+    con.execute(
+        "CREATE TABLE IF NOT EXISTS unknown_calls (trace_id VARCHAR NOT NULL, span_id VARCHAR NOT NULL, "
+        "scope VARCHAR NOT NULL, attributes VARCHAR NOT NULL)"
+    )
+    con.execute(
+        "INSERT INTO unread_traces SELECT DISTINCT trace_id, 0 FROM spans "
+        "WHERE trace_id NOT IN (SELECT trace_id FROM calls)"
+    )
+
+
 MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m001_initial,
     m002_place_of_calls,
@@ -101,6 +113,7 @@ MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m006_archive,
     m007_other,
     m008_joins,
+    m009_unknown_calls,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

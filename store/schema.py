@@ -165,6 +165,17 @@ CALLS = Table(
     key=("call_id",),
 )
 
+UNKNOWN_CALLS = Table(
+    "unknown_calls",
+    "Spans that look like model calls, in a dialect that nobody reads: `calls` has none of them.",
+    (
+        Column("trace_id", "VARCHAR", "trace of the span"),
+        Column("span_id", "VARCHAR", "the span"),
+        Column("scope", "VARCHAR", "its instrumentation scope"),
+        Column("attributes", "VARCHAR", "names of its first attributes"),
+    ),
+)
+
 UNREAD_TRACES = Table(
     "unread_traces",
     "Traces that got spans or log records since their calls were written to `calls`; a row for each time.",
@@ -358,6 +369,7 @@ TABLES = (
     MESSAGES,
     LOGS,
     CALLS,
+    UNKNOWN_CALLS,
     UNREAD_TRACES,
     SESSIONS,
     CALL_KEYS,

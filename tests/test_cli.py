@@ -152,6 +152,9 @@ def test_ingest_names_what_it_can_not_read(tmp_path: Path) -> None:
     assert "no model call could be read from 1 spans" in line
     assert "acme.tracing (1); 1 of them are model calls" in line
     assert "openinference" in line
+    said = spangrad("report", "--store", "new.duckdb", cwd=tmp_path).stdout
+    assert "Model calls in an unknown dialect, which no count above has\ncalls\tscope\texample\n" in said
+    assert "1\tacme.tracing\tspan 0000000000000009 of trace " in said
 
 
 def test_ingest_fails_only_if_every_file_is_broken(tmp_path: Path) -> None:

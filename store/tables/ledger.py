@@ -1,6 +1,6 @@
 """The trainer's books: updates with what they consumed, published policies, call summaries.
 
-Knows the tables `updates`, `update_samples`, `metrics`, `policies`, `calls`. Invariants:
+Knows the tables `updates`, `update_samples`, `metrics`, `policies`, `calls`, `unknown_calls`. Invariants:
 
 * an update is there with all its samples, metrics and consumed rollouts, or not at all;
 * indexes of a run count 0, 1, 2, ... without a gap;
@@ -16,7 +16,7 @@ import duckdb
 
 from spangrad.errors import StoreError
 from spangrad.store.records import Policy, Update, UpdateSample
-from spangrad.store.schema import CALLS, METRICS, POLICIES, UPDATE_SAMPLES, UPDATES
+from spangrad.store.schema import CALLS, METRICS, POLICIES, UNKNOWN_CALLS, UPDATE_SAMPLES, UPDATES, Table
 from spangrad.store.tables.rows import insert_rows, select_dicts
 from spangrad.store.tables.unread import changed_since
 
@@ -141,32 +141,42 @@ def put_calls(
     con: duckdb.DuckDBPyConnection,
     rows: Sequence[Mapping[str, Any]],
     read: Mapping[str, int | None] | None = None,
+    unknown: Sequence[Mapping[str, Any]] = (),
 ) -> int:
     """Store call summaries by `call_id`; later ones replace earlier ones. Returns how many are others now.
 
     With `read` (trace id -> `changed_ns` in `unread_traces`, None if it was not there), these are all calls
-    of these traces: others are removed, and traces that are not as they were are left as they are.
+    of these traces, and `unknown` those in an unknown dialect: others are removed, and traces that are not
+    as they were are left as they are.
     """
-    names = {column.name for column in CALLS.columns}
-    required = {column.name for column in CALLS.columns if not column.nullable}
-    for row in rows:
-        unknown, missing = row.keys() - names, required - row.keys()
-        if unknown or missing:
-            raise StoreError(
-                f"call {row.get('call_id')!r}: columns {sorted(unknown)} are unknown, "
-                f"{sorted(missing)} are missing; "
-                f"the table `calls` has {sorted(names)}"
-            )
+    _check_columns(CALLS, rows)
+    _check_columns(UNKNOWN_CALLS, unknown)
     latest = {row["call_id"]: row for row in rows}
     if read is not None:
         changed = changed_since(con, read)
         latest = {call_id: row for call_id, row in latest.items() if row["trace_id"] not in changed}
-        kept = _stored_calls(con, [trace_id for trace_id in read if trace_id not in changed])
+        current = [trace_id for trace_id in read if trace_id not in changed]
+        con.execute("DELETE FROM unknown_calls WHERE trace_id IN (SELECT unnest(?::VARCHAR[]))", [current])
+        insert_rows(con, UNKNOWN_CALLS, [row for row in unknown if row["trace_id"] not in changed])
+        kept = _stored_calls(con, current)
         if gone := list(kept.keys() - latest.keys()):
             for table in ("calls", "call_keys"):
                 con.execute(f"DELETE FROM {table} WHERE call_id IN (SELECT unnest(?))", [gone])
         latest = {call_id: row for call_id, row in latest.items() if kept.get(call_id) != row}
     return insert_rows(con, CALLS, list(latest.values()), conflict="replace")
+
+
+def _check_columns(table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    names = {column.name for column in table.columns}
+    required = {column.name for column in table.columns if not column.nullable}
+    for row in rows:
+        unknown, missing = row.keys() - names, required - row.keys()
+        if unknown or missing:
+            what = row.get("call_id", row.get("span_id"))
+            raise StoreError(
+                f"call {what!r}: columns {sorted(unknown)} are unknown, {sorted(missing)} are missing; "
+                f"the table `{table.name}` has {sorted(names)}"
+            )
 
 
 def _stored_calls(con: duckdb.DuckDBPyConnection, trace_ids: Sequence[str]) -> dict[str, dict[str, Any]]:

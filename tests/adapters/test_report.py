@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from spangrad.adapters import grading, ingest
+from spangrad.adapters import account_unread, grading, ingest
 from spangrad.adapters.dialects import genai_events, genai_generic, genai_legacy, imported
 from spangrad.adapters.report import ADVICE, OBJECTIVES, report
 from spangrad.store.file_store import FileStore
+from spangrad.store.otlp import encode_request
 from spangrad.store.records import Reward, RewardAuthor, Rollout
+from tests.adapters.building import span, text_attributes
 from tests.adapters.captured import FIXTURES
 
 
@@ -35,6 +37,21 @@ def test_captured_calls_are_counted_with_what_to_do(store):
     reasons = {reason.reason: reason for reason in found.reasons}
     assert (reasons["no token ids"].calls, reasons["error"].calls) == (4, 3)
     assert "spangrad run" in str(reasons["no token ids"].advice)
+    assert json.dumps(found.to_json())
+
+
+def test_calls_in_an_unknown_dialect_are_counted_by_scope_until_they_are_told_otherwise(store):
+    own = {"acme.model": "m", "acme.prompt": "hi", "acme.completion": "ho"}
+    spans = [span(letter, scope=scope, attributes=own) for letter, scope in zip("abc", "xyx", strict=True)]
+    store.put_otlp(encode_request([*spans, span("d", attributes=text_attributes())]))  # live
+    for _ in range(2):  # read again: counted once
+        account_unread(store)
+        found = report(store)
+        assert found.calls == 1
+        assert [(row["scope"], row["calls"]) for row in found.unknown_calls] == [("x", 2), ("y", 1)]
+        assert f"span {spans[1].span_id} of trace {spans[1].trace_id}" in found.unknown_calls[1]["example"]
+        assert "acme.model, acme.prompt, acme.completion" in found.unknown_calls[1]["example"]
+        store.put_otlp(encode_request([span("e", attributes={})]))
     assert json.dumps(found.to_json())
 
 

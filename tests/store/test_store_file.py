@@ -51,7 +51,10 @@ def test_a_store_of_any_older_schema_comes_to_the_declared_one(version: int) -> 
         for number, step in enumerate(MIGRATIONS[:version], start=1):
             step(con)
             con.execute("INSERT INTO schema_migrations VALUES (?, ?, 0)", [number, step.__name__])
-        con.execute("INSERT INTO rewards VALUES ('w', 'r', 0, NULL, 'reward', 0.5, 'operator', NULL, 7)")
+        con.execute(
+            "INSERT INTO rewards (reward_id, rollout_id, name, value, author, time_ns) "
+            "VALUES ('w', 'r', 'reward', 0.5, 'operator', 7)"
+        )
         assert migrate(con, "m") == list(range(version + 1, SCHEMA_VERSION + 1))
         migrate(new, "m")
         assert described(con) == described(new)

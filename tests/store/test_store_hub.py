@@ -73,7 +73,10 @@ def test_a_hub_and_a_file_answer_alike(hub: HubProcess, tmp_path: Path) -> None:
             seen.append(list(store.spans(["alike-0"])))
             unread = store.unread_traces(rollout_ids=["alike-0"], limit=3)
             seen.append([(one.trace_id, list(one.rollout_ids)) for one in unread])
-            seen.append(store.put_calls([], read={one.trace_id: one.changed_ns for one in unread}))
+            read = {one.trace_id: one.changed_ns for one in unread}
+            stray = {"trace_id": "ab" * 16, "span_id": "cd" * 8, "scope": "acme", "attributes": "acme.model"}
+            seen.append(store.put_calls([], read=read, unknown=[stray]))
+            seen.append(store.query("SELECT * FROM unknown_calls"))
             seen.append(store.mark_read({one.trace_id: one.changed_ns for one in unread}))
             seen.append(store.unread_traces(rollout_ids=["alike-0"]))
             seen.append(list(store.spans(trace_ids=["cd" * 16])))

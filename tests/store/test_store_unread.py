@@ -119,8 +119,10 @@ def test_an_older_reading_never_replaces_a_newer_one(store: FileStore) -> None:
     old = unread(store)
     store.put_otlp(request([span(trace)]))
     new = unread(store)
-    assert store.put_calls([row(trace, "old")], read=old) == 0
-    assert store.put_calls([row(trace, "new")], read=new) == 1
+    stray = {"trace_id": trace, "span_id": "cd" * 8, "scope": "old", "attributes": "acme.model"}
+    assert store.put_calls([row(trace, "old")], read=old, unknown=[stray]) == 0
+    assert store.put_calls([row(trace, "new")], read=new, unknown=[stray | {"scope": "new"}]) == 1
+    assert store.query("SELECT scope FROM unknown_calls") == [{"scope": "new"}]
     store.mark_read(new)
     assert store.put_calls([row(trace, "old")], read=new) == 0  # somebody else has read it
     assert store.put_calls([row(trace, "again")], read={trace: None}) == 1

@@ -103,6 +103,9 @@ def report(
     if found.reasons:
         print("\nWhat keeps calls from a better grade")
         print_rows(("calls", "reason", "advice"), [asdict(row) for row in found.reasons], right=("calls",))
+    if found.unknown_calls:
+        print("\nModel calls in an unknown dialect, which no count above has")
+        print_rows(("calls", "scope", "example"), list(found.unknown_calls), right=("calls",))
     if left_out := found.failed_rollouts + found.unfinished_rollouts:
         note(
             f"{left_out} rollouts failed or have not ended: `export` and training take none of them, so what"
