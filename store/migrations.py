@@ -104,6 +104,10 @@ def m009_unknown_calls(con: duckdb.DuckDBPyConnection) -> None:
     )
 
 
+def m010_tools(con: duckdb.DuckDBPyConnection) -> None:
+    """The view `tools`, which costs a tenth and has an attempt everywhere: all views are made anew."""
+
+
 MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m001_initial,
     m002_place_of_calls,
@@ -114,6 +118,7 @@ MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m007_other,
     m008_joins,
     m009_unknown_calls,
+    m010_tools,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

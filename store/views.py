@@ -43,22 +43,24 @@ TOOLS = View(
     "tools",
     "One use of a tool, by whichever recorder: its name, and whether its span says that it failed.",
     """
-    SELECT coalesce(s.rollout_id, n.rollout_id) AS rollout_id, s.attempt,
+    SELECT coalesce(s.rollout_id, n.rollout_id) AS rollout_id, coalesce(s.attempt, 0) AS attempt,
       s.trace_id, s.span_id, s.parent_span_id,
       coalesce(s.attributes->>'$."gen_ai.tool.name"', s.attributes->>'$."tool.name"', s.name) AS tool,
       s.status_code = 2 AS failed, s.status_message AS error, s.attributes->>'$."error.type"' AS error_type,
       TRY(make_timestamp_ns(s.start_ns::BIGINT)) AS started,
       (s.end_ns::DOUBLE - s.start_ns::DOUBLE) / 1e6 AS duration_ms
     FROM spans s LEFT JOIN sessions n ON n.trace_id = s.trace_id
-    WHERE s.attributes->>'$."gen_ai.operation.name"' = 'execute_tool'
+    WHERE (contains(s.attributes::VARCHAR, 'tool"') OR contains(s.attributes::VARCHAR, 'TOOL')) AND (
+      s.attributes->>'$."gen_ai.operation.name"' = 'execute_tool'
       OR s.attributes->>'$."spangrad.span.role"' = 'tool'
       OR s.attributes->>'$."openinference.span.kind"' = 'TOOL'
       OR s.attributes->>'$."langfuse.observation.type"' = 'tool'
       OR s.attributes->>'$."traceloop.span.kind"' = 'tool'
       OR s.attributes->>'$."langsmith.span.kind"' = 'tool'
-      OR s.attributes->>'$."mlflow.spanType"' = '"TOOL"'
+      OR s.attributes->>'$."mlflow.spanType"' = '"TOOL"')
     """,
 )
+"""To look for a text costs a tenth of reading seven values, and all of these have one of the two in them."""
 
 TOOL_ERRORS = View(
     "tool_errors", "Uses of tools whose spans say that they failed.", "SELECT * FROM tools WHERE failed"

@@ -66,6 +66,25 @@ def test_tool_errors_of_several_recorders(store):
     assert rows == [{"tool": "look", "error": "no such city"}, {"tool": "convert", "error": ""}]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gen_ai.operation.name", "execute_tool"),
+        ("spangrad.span.role", "tool"),
+        ("openinference.span.kind", "TOOL"),
+        ("langfuse.observation.type", "tool"),
+        ("traceloop.span.kind", "tool"),
+        ("langsmith.span.kind", "tool"),
+        ("mlflow.spanType", '"TOOL"'),
+    ],
+)
+def test_a_tool_of_any_recorder_is_of_attempt_0_where_none_is_named_as_its_calls_are(store, name, value):
+    others = [tool(2, attributes={name: f"{value}s"}), tool(3, attributes={f"{name}s": value})]
+    store.put_otlp(encode_request([tool(1, attributes={"spangrad.rollout.id": "r", name: value}), *others]))
+    rows = store.query("SELECT span_id, rollout_id, attempt FROM tools")
+    assert rows == [{"span_id": f"{1:016x}", "rollout_id": "r", "attempt": 0}]
+
+
 def test_lineage_leads_from_an_update_to_the_span(store):
     store.enqueue([Rollout("r")])
     [claimed] = store.claim(worker="w")
