@@ -22,7 +22,7 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsSer
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from spangrad.adapters.accounts import Accounts, account_traces
-from spangrad.adapters.exports.rewards import NO_NUMBER, put_scores
+from spangrad.adapters.exports.rewards import NO_NUMBER, SAME_SCORE, put_scores
 from spangrad.adapters.exports.rows import Broken, Row, rows
 from spangrad.adapters.file_kinds import Framing, framing
 from spangrad.adapters.intake import Intake
@@ -36,6 +36,7 @@ from spangrad.store.faults import Fault, Faults, Outcome
 _TOLD_BY_RECORDS: Final = "SELECT count(*) AS n FROM rewards WHERE reward_id IN (SELECT log_id FROM logs)"
 BROKEN_LISTED: Final = 1000
 REPEATED: Final = "duplicate ids with the same content, stored once"
+REPEATED_LOGS: Final = "log records with the same content, stored once"
 NOT_TRACES: Final = "not traces but"
 
 Progress = Callable[[int, int], None]
@@ -176,6 +177,8 @@ class _Run:
         report.unknown_row = rows.unknown_row
         if repeated := intake.spans - intake.new_spans - intake.refused_spans:
             self._faults.add(REPEATED, Outcome.KEPT, count=repeated)
+        if repeated := intake.logs - intake.new_logs - intake.refused_logs:
+            self._faults.add(REPEATED_LOGS, Outcome.KEPT, count=repeated)
         told = account_traces(self._store, intake.traces, self._join)
         intake.traces.close()
         _tell(report, told)
@@ -184,7 +187,8 @@ class _Run:
         scored = put_scores(self._store, rows.scores)
         report.scores = len(rows.scores) + intake.evaluations
         report.new_rewards = scored.new_rewards + _told_by_records(self._store) - self._told_before
-        report.scores_left_out = dict(scored.left_out + Counter({NO_NUMBER: intake.unnumbered}))
+        of_records = {NO_NUMBER: intake.unnumbered, SAME_SCORE: intake.repeated_evaluations()}
+        report.scores_left_out = dict(scored.left_out + Counter(of_records))
         report.scores_of_parts = scored.kept_at_last_call
         return report
 

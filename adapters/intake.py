@@ -27,6 +27,11 @@ BATCH_SPANS: Final = 1000
 BATCH_BYTES: Final = 4 * 2**20
 TRACE_ID_DIGITS: Final = 32
 SPAN_ID_DIGITS: Final = 16
+_EVALUATIONS: Final = f"""
+SELECT count(*) AS evaluations FROM logs WHERE contains(attributes::VARCHAR, '{REWARD_VALUE}')
+  AND coalesce(nullif(event_name, ''), attributes->>'$."event.name"') = $event
+  AND json_type(attributes, '$."{REWARD_VALUE}"') IN ('BIGINT', 'UBIGINT', 'DOUBLE')
+"""
 UNFIT: Final = (ValueError, TypeError, AttributeError, ArithmeticError, StoreError)
 """What encoding says of a span that OTLP has no form for."""
 
@@ -45,13 +50,15 @@ class Intake:
         self._span_bytes = self._log_bytes = 0
         self.spans = self.new_spans = self.refused_spans = 0
         """`refused_spans`: what the store left out."""
-        self.logs = self.new_logs = self.lone_logs = 0
+        self.logs = self.new_logs = self.refused_logs = self.lone_logs = 0
         """`lone_logs`: records that name no trace."""
         self.by_scope: Counter[str] = Counter()
         self.traces = TraceIds()
         """Traces of which something came."""
         self.evaluations = self.unnumbered = 0
         """Log records that are evaluations; `unnumbered`: those of them without a number."""
+        self._stored_evaluations: int | None = None
+        """How many with a number the store had before."""
 
     def add_spans(self, request: ExportTraceServiceRequest) -> None:
         """Take in the spans of a request."""
@@ -74,6 +81,8 @@ class Intake:
         named = [record.trace_id for record in records if any(record.trace_id)]
         self.traces.add(named, has_span=False)
         judging = [record for record in records if _is_evaluation(record)]
+        if judging and self._stored_evaluations is None:
+            self._stored_evaluations = self._count_evaluations()
         self.evaluations += len(judging)
         self.unnumbered += sum(not _has_number(record) for record in judging)
         self.logs += len(records)
@@ -83,6 +92,16 @@ class Intake:
         self._log_bytes += request.ByteSize()
         if self._waiting_logs >= BATCH_SPANS or self._log_bytes >= BATCH_BYTES:
             self._flush_logs()
+
+    def repeated_evaluations(self) -> int:
+        """Evaluations with a number that the store had, or that came twice; once all is flushed."""
+        if self._stored_evaluations is None:
+            return 0
+        new = self._count_evaluations() - self._stored_evaluations
+        return max(self.evaluations - self.unnumbered - new, 0)
+
+    def _count_evaluations(self) -> int:
+        return int(self._store.query(_EVALUATIONS, {"event": REWARD_EVENT})[0]["evaluations"])
 
     def add_made(self, spans: Iterable[Span], place: str) -> str | None:
         """Take in spans that were made of a row. Returns what is wrong with them, if none can be kept."""
@@ -114,7 +133,9 @@ class Intake:
 
     def _flush_logs(self) -> None:
         if self._waiting_logs:
+            before = self.faults.count(Outcome.LEFT_OUT)
             self.new_logs += self._put(self._store.put_logs, self._logs, LOGS)
+            self.refused_logs += self.faults.count(Outcome.LEFT_OUT) - before
         self._logs = ExportLogsServiceRequest()
         self._waiting_logs = self._log_bytes = 0
 

@@ -26,7 +26,7 @@ NO_SESSION: Final = "no such session, or its id is unspecific"
 NO_SPAN: Final = "no such span"
 MANY_ROLLOUTS: Final = "several rollouts in the trace"
 MANY_SESSIONS: Final = "several rollouts in the session"
-REPEATED: Final = "the same score again"
+SAME_SCORE: Final = "the same score again"
 
 _SPANS: Final = "spans s LEFT JOIN sessions n ON n.trace_id = s.trace_id"
 
@@ -93,7 +93,7 @@ def _put(store: Store, scores: Sequence[Score], report: ScoreReport) -> int:
         )
     new = store.put_rewards(rewards) if rewards else 0
     if repeated := len(rewards) - new:
-        report.left_out[REPEATED] += repeated
+        report.left_out[SAME_SCORE] += repeated
     parts = [reward.trace_id for reward in rewards if reward.trace_id is not None]
     sql = (
         "SELECT DISTINCT trace_id FROM rewards "

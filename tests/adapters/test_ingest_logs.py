@@ -9,11 +9,13 @@ import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
 from spangrad.adapters.calls import calls_from_spans, calls_of
-from spangrad.adapters.ingest import ingest
+from spangrad.adapters.exports.rewards import NO_NUMBER, SAME_SCORE
+from spangrad.adapters.ingest import REPEATED_LOGS, ingest
 from spangrad.adapters.log_events import BODY, with_logs
 from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import decode_logs, encode_logs, json_logs_to_protobuf, json_to_protobuf
 from spangrad.store.records import LogRecord, RewardAuthor
+from spangrad.tracer.conventions import REWARD_EVENT, REWARD_VALUE
 from tests.adapters.captured import FIXTURES, captured
 
 LEGACY = FIXTURES / "openai_v2_legacy" / "multi_turn.otlp.jsonl"
@@ -38,6 +40,7 @@ def test_spans_and_records_of_a_file_are_all_stored_and_once(store):
     assert sorted(store.logs(), key=repr) == sorted(told, key=repr)
     again = ingest([LEGACY], store)
     assert (again.logs, again.new_logs) == (len(told), 0)
+    assert again.faults[REPEATED_LOGS].count == len(told)
 
 
 def test_a_stored_call_is_read_with_its_records_as_the_file_told_them(store):
@@ -130,8 +133,21 @@ def test_evaluations_of_traces_that_name_no_rollout_are_rewards_of_their_session
         (rollouts[call_id], call_id, "task_success", log.attributes["gen_ai.evaluation.score.value"])
         for call_id, log in judged.items()
     }
-    ingest([COLLECTOR / "traces.jsonl", COLLECTOR / "evaluation_results.logs.jsonl"], store)
+    again = ingest([COLLECTOR / "traces.jsonl", COLLECTOR / "evaluation_results.logs.jsonl"], store)
     assert len(store.rewards()) == 2
+    assert (again.scores, again.new_rewards, again.scores_left_out) == (2, 0, {SAME_SCORE: 2})
+
+
+def test_of_evaluations_each_is_a_new_reward_or_left_out_for_one_reason(store, tmp_path):
+    def verdict(**attributes):
+        return LogRecord("f" * 32, "e" * 16, 5, 5, "", attributes={"event.name": REWARD_EVENT} | attributes)
+
+    number, label = verdict(**{REWARD_VALUE: 0.5}), verdict(**{"gen_ai.evaluation.score.label": "good"})
+    file = tmp_path / "verdicts.pb"
+    file.write_bytes(encode_logs([number, number, label]))
+    first, again = ingest([file], store), ingest([file], store)
+    assert (first.scores, first.scores_left_out) == (3, {NO_NUMBER: 1, SAME_SCORE: 1})
+    assert (again.scores, again.scores_left_out) == (3, {NO_NUMBER: 1, SAME_SCORE: 2})
 
 
 def test_an_evaluation_that_names_a_response_alone_finds_its_call(store, tmp_path):
