@@ -17,11 +17,16 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from spangrad.adapters.datasets.card import Side
 from spangrad.adapters.datasets.scanning import Scanner
 from spangrad.adapters.datasets.selecting import Progress, in_parts
-from spangrad.adapters.dialects import recognise
+from spangrad.adapters.dialects import NO_DIALECT, recognise
 from spangrad.store.base import Store
 from spangrad.store.otlp import encode_logs, encode_request
 from spangrad.store.records import LogRecord, Span
 
+_CALLS: Final = """
+SELECT dialect, grade, count(*) AS calls FROM calls
+WHERE $rollouts::VARCHAR[] IS NULL OR rollout_id IN (SELECT unnest($rollouts::VARCHAR[])) GROUP BY ALL
+"""
+"""A call counts once, in however many spans it is told."""
 AT_ONCE: Final = 200
 """Spans or records of a message."""
 _IDS: Final = ("traceId", "spanId", "parentSpanId")
@@ -45,9 +50,7 @@ def write_copy(
             scanner.has_secret([span.attributes, [event.attributes for event in span.events]])
             if span.rollout_id is not None:
                 rollouts.add(span.rollout_id)
-            if (dialect := recognise(span)) is not None:
-                side.dialects[dialect] += 1
-                side.calls += 1
+            side.dialects.update({NO_DIALECT} & {recognise(span)})
             yield span
 
     total = 0
@@ -62,6 +65,10 @@ def write_copy(
             if progress is not None:
                 progress(side.rows, max(total, side.rows))
     side.rollouts = len(rollouts)
+    for row in store.query(_CALLS, {"rollouts": None if rollout_ids is None else list(rollout_ids)}):
+        side.calls += row["calls"]
+        side.dialects[row["dialect"]] += row["calls"]
+        side.grades[row["grade"]] += row["calls"]
     return side
 
 

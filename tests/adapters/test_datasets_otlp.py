@@ -25,6 +25,7 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 
 from spangrad.adapters.datasets.otlp import framed, json_line, write_copy
 from spangrad.adapters.datasets.scanning import Scanner
+from spangrad.adapters.dialects import recognise
 from spangrad.adapters.ingest import REPEATED, REPEATED_LOGS, ingest
 from spangrad.adapters.otlp_files import messages
 from spangrad.store.file_store import FileStore
@@ -33,6 +34,8 @@ from spangrad.store.records import LogRecord, RepeatedKeys, Span, SpanEvent
 from tests.adapters.building import span
 from tests.adapters.captured import FIXTURES
 
+TWICE = FIXTURES / "openinference_langchain_plus_openai" / "multi_turn.otlp.jsonl"
+"""Calls that a framework and its client recorded."""
 FILES = sorted(FIXTURES.glob("*/*.otlp.jsonl")) + sorted(
     (FIXTURES / "exports/otel_collector").glob("*.jsonl")
 )
@@ -348,3 +351,14 @@ def test_a_copy_of_some_rollouts_has_theirs_alone_and_counts_secrets(tmp_path):
     told = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]
     assert [one["spanId"] for one in told] == [mine[0].span_id]
     assert (side.rows, side.rollouts, dict(scanner.found)) == (1, 1, {"api key": 1})
+
+
+def test_a_copys_card_counts_a_call_once_in_however_many_spans_it_is_told(tmp_path):
+    with FileStore(tmp_path / "store.duckdb") as store:
+        told = ingest([TWICE], store)
+        side = write_copy(tmp_path, store, None, Scanner(), as_json=True)
+        assert (side.calls, side.dialects, side.grades) == (told.calls, told.by_dialect, told.by_grade)
+        assert sum(recognise(one) is not None for one in store.spans()) > side.calls > 0
+        [rollout, *_] = store.rollouts()
+        of_one = write_copy(tmp_path, store, [rollout.rollout_id], Scanner(), as_json=True)
+        assert 0 < of_one.calls <= side.calls
