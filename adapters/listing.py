@@ -15,7 +15,7 @@ from spangrad.store.base import Store
 _CURRENT: Final = """
 FROM calls c LEFT JOIN rollouts r USING (rollout_id)
 WHERE (r.attempt IS NULL OR r.attempt = c.attempt)
-  AND c.trace_id NOT IN (SELECT trace_id FROM unread_traces)
+  AND c.trace_id NOT IN (SELECT unnest($unread::VARCHAR[]))
   AND ($rollouts::VARCHAR[] IS NULL OR c.rollout_id IN (SELECT unnest($rollouts::VARCHAR[])))
 """
 """Calls of current attempts, as far as they were read."""
@@ -40,8 +40,8 @@ def newest_calls(
     if not limit:
         calls = calls_of(store, rollout_ids)
         return calls, len(calls)
-    given = {"rollouts": None if rollout_ids is None else list(rollout_ids)}
-    unread = _unread_calls(store, rollout_ids)
+    unread, traces_unread = _unread_calls(store, rollout_ids)
+    given = {"rollouts": None if rollout_ids is None else list(rollout_ids), "unread": traces_unread}
     names = ("call_id", "rollout_id", "trace_id", "start_ns")
     rows = _rows(store, _NEWEST, given | {"limit": limit})
     rows += [{name: getattr(call, name) for name in names} for call in unread]
@@ -51,24 +51,29 @@ def newest_calls(
     rollouts = {row["rollout_id"]: None for row in shown.values() if row["rollout_id"] is not None}
     traces = {row["trace_id"]: None for row in shown.values() if row["rollout_id"] is None}
     found = calls_of(store, list(rollouts), trace_ids=list(traces)) if shown else []
-    return [call for call in found if call.call_id in shown], read["calls"] + len(unread)
+    calls = [call for call in found if call.call_id in shown]
+    known = read["calls"] + len(unread)
+    return calls, known if known > limit else len(calls)  # fewer: an unread trace tells of a known call
 
 
 def calls_by_rollout(store: Store, rollout_ids: Sequence[str]) -> Counter[str]:
     """How many calls the current attempt of each of these rollouts made."""
-    rows = _rows(store, _COUNTS, {"rollouts": list(rollout_ids)})
+    unread, traces_unread = _unread_calls(store, rollout_ids)
+    rows = _rows(store, _COUNTS, {"rollouts": list(rollout_ids), "unread": traces_unread})
     counts = Counter({row["rollout_id"]: row["calls"] for row in rows})
-    unread = _unread_calls(store, rollout_ids)
     counts.update(call.rollout_id for call in unread if call.rollout_id is not None)
     return counts
 
 
-def _unread_calls(store: Store, rollout_ids: Sequence[str] | None) -> list[ModelCall]:
-    """Calls of current attempts in traces that changed since their calls were written."""
+def _unread_calls(store: Store, rollout_ids: Sequence[str] | None) -> tuple[list[ModelCall], list[str]]:
+    """Calls of current attempts in traces that changed since their calls were written, and those traces.
+
+    A hub may read them at any moment: what is asked next has to leave out the same ones.
+    """
     unread = [row["trace_id"] for row in _rows(store, "SELECT DISTINCT trace_id FROM unread_traces", {})]
     calls = calls_of(store, (), trace_ids=unread) if unread else []
     wanted = None if rollout_ids is None else set(rollout_ids)
-    return [call for call in calls if wanted is None or call.rollout_id in wanted]
+    return [call for call in calls if wanted is None or call.rollout_id in wanted], unread
 
 
 def _rows(store: Store, sql: str, parameters: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,13 +1,15 @@
 """What listings show of calls is what all calls say, at the cost of what is shown."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from spangrad.adapters import ingest
+from spangrad.adapters import account_unread, ingest
 from spangrad.adapters.calls import calls_of
 from spangrad.adapters.listing import calls_by_rollout, newest_calls
 from spangrad.store.file_store import FileStore
+from spangrad.store.otlp import encode_request
 from spangrad.store.records import Rollout
 from tests.command_line import recorded
 
@@ -61,3 +63,35 @@ def test_no_span_is_read_that_is_not_shown(tmp_path):
         (shown,), known = newest_calls(store, limit=1)
         assert (shown.rollout_id, known) == ("r-2", 2)
         assert calls_by_rollout(store, ["r-1", "r-2"]) == {"r-1": 1, "r-2": 1}
+
+
+def test_a_call_that_a_trace_tells_again_before_it_was_read_counts_once(tmp_path):
+    file = FIXTURES / "genai_openai" / "multi_turn.otlp.jsonl"
+    with FileStore(tmp_path / "s.duckdb") as store:
+        ingest([file], store)
+        told = [one for one in store.spans() if one.attributes.get("gen_ai.response.id")]
+        again = [replace(one, trace_id="f" * 32, scope="another", rollout_id=None) for one in told[:1]]
+        store.put_otlp(encode_request(again))
+        every = calls_of(store)
+        assert newest_calls(store, limit=50) == (every, len(every))
+
+
+def test_what_a_hub_reads_while_calls_are_listed_counts_once(tmp_path):
+    with FileStore(tmp_path / "s.duckdb") as store:
+        store.put_otlp(recorded("r-1", 1))
+
+        class ReadMeanwhile(FileStore):
+            """The store, in which a hub reads traces as soon as they were asked for."""
+
+            def __init__(self) -> None:
+                """Nothing is opened."""
+
+            def __getattribute__(self, name):
+                return getattr(store, name) if name != "rollouts" else super().__getattribute__(name)
+
+            def rollouts(self, **given):
+                account_unread(store)
+                return store.rollouts(**given)
+
+        found, known = newest_calls(ReadMeanwhile(), limit=1)
+        assert (len(found), known, store.unread_traces()) == (1, 1, [])
