@@ -108,6 +108,14 @@ def m010_tools(con: duckdb.DuckDBPyConnection) -> None:
     """The view `tools`, which costs a tenth and has an attempt everywhere: all views are made anew."""
 
 
+def m011_archived_owners(con: duckdb.DuckDBPyConnection) -> None:
+    """Rollouts of archived spans that were found later."""
+    con.execute(
+        "CREATE TABLE IF NOT EXISTS archived_owners (trace_id VARCHAR NOT NULL, span_id VARCHAR NOT NULL, "
+        "rollout_id VARCHAR NOT NULL, attempt INTEGER)"
+    )
+
+
 MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m001_initial,
     m002_place_of_calls,
@@ -119,6 +127,7 @@ MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m008_joins,
     m009_unknown_calls,
     m010_tools,
+    m011_archived_owners,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

@@ -364,6 +364,17 @@ ARCHIVED_TRACES = Table(
     indexes=("trace_id",),
 )
 
+ARCHIVED_OWNERS = Table(
+    "archived_owners",
+    "A span in the archive whose rollout was found only later: an ancestor that names one came late.",
+    (
+        Column("trace_id", "VARCHAR", "its trace"),
+        Column("span_id", "VARCHAR", "the span"),
+        Column("rollout_id", "VARCHAR", "the nearest ancestor's"),
+        Column("attempt", "INTEGER", "attempt of that rollout", True),
+    ),
+)
+
 TABLES = (
     SPANS,
     MESSAGES,
@@ -382,4 +393,5 @@ TABLES = (
     METRICS,
     ARCHIVES,
     ARCHIVED_TRACES,
+    ARCHIVED_OWNERS,
 )

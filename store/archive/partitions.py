@@ -10,7 +10,8 @@ Invariants:
 * who reads rollouts or traces opens only the partitions that hold some of them, and who reads none that are
   archived opens none;
 * a connection sees archived rows only after `unite`: those that write see the tables alone;
-* a file of an older schema is read as it is: what migrations add to an archived table is NULL in it.
+* a file of an older schema is read as it is: what migrations add to an archived table is NULL in it;
+* a span without a rollout has the one that `archived_owners` gives it.
 """
 
 import re
@@ -22,7 +23,7 @@ from typing import Any, Final
 import duckdb
 
 from spangrad.errors import StoreError
-from spangrad.store.schema import LOGS, MESSAGES, SPANS, Table
+from spangrad.store.schema import ARCHIVED_OWNERS, LOGS, MESSAGES, SPANS, Table
 from spangrad.store.views import VIEWS
 
 ARCHIVED: Final = (SPANS, LOGS, MESSAGES)
@@ -170,7 +171,15 @@ class Partitions:
         head = (
             f"SELECT *, NULL::VARCHAR AS place, NULL::BIGINT AS position FROM {self.live(table)} WHERE false"
         )
-        return f"(SELECT {_columns(table)}, place, position FROM ({head} UNION ALL BY NAME {read}))"
+        rows = f"({head} UNION ALL BY NAME {read})"
+        if table is SPANS and con.execute(f"SELECT 1 FROM {ARCHIVED_OWNERS.name} LIMIT 1").fetchall():
+            rows = (
+                "(SELECT s.* REPLACE (coalesce(s.rollout_id, o.rollout_id) AS rollout_id, "
+                "if(s.rollout_id IS NULL, o.attempt, s.attempt) AS attempt) "
+                f"FROM {rows} s LEFT JOIN {ARCHIVED_OWNERS.name} o "
+                "ON o.trace_id = s.trace_id AND o.span_id = s.span_id)"
+            )
+        return f"(SELECT {_columns(table)}, place, position FROM {rows})"
 
 
 def _columns(table: Table) -> str:

@@ -7,7 +7,7 @@ ignored; reading gives back what came, plus the derived `rollout_id` and `attemp
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import duckdb
 
@@ -83,7 +83,7 @@ class SpanWriter:
         insert_rows(con, SPANS, rows)
         messages = [{"message_id": key, "content": content} for key, content in contents.items()]
         insert_rows(con, MESSAGES, messages, conflict="ignore")
-        _settle(con, admission)
+        self._settle(con, admission)
         touch(con, (span.trace_id for span in spans), self._database.stamp())
         owned = [(span, admission.owners.get((span.trace_id, span.span_id))) for span in fresh]
         record_rollouts(con, [(span, owner) for span, owner in owned if owner])
@@ -91,6 +91,32 @@ class SpanWriter:
         if (fresh or admission.settled_earlier) and self.are_judged(con):
             reward_by_spans(con, fresh, [trace_id for trace_id, _ in admission.settled_earlier])
         return admission.is_new
+
+    def _settle(self, con: duckdb.DuckDBPyConnection, admission: Admission) -> None:
+        """Write the owners that earlier spans have got by now."""
+        by_owner: dict[tuple[Owner, str], list[str]] = {}
+        for (trace_id, span_id), owner in admission.settled_earlier.items():
+            by_owner.setdefault((owner, trace_id), []).append(span_id)
+        for ((rollout_id, attempt), trace_id), span_ids in by_owner.items():
+            given = {"rollout": rollout_id, "attempt": attempt, "trace": trace_id, "spans": span_ids}
+            con.execute(_OWN, given)
+            if self._database.partitions.holding(con, trace_ids=[trace_id]):
+                con.execute(_OWN_ARCHIVED, given)
+                con.execute(_NAME_OWNER, {"rollout": rollout_id, "trace": trace_id})
+
+
+_OWN: Final = """
+UPDATE spans SET rollout_id = $rollout, attempt = $attempt
+WHERE trace_id = $trace AND span_id IN (SELECT unnest($spans))
+"""
+_OWN_ARCHIVED: Final = """
+INSERT INTO archived_owners SELECT $trace, span_id, $rollout, $attempt FROM (SELECT unnest($spans) AS span_id)
+WHERE span_id NOT IN (SELECT span_id FROM spans WHERE trace_id = $trace)
+"""
+_NAME_OWNER: Final = """
+UPDATE archived_traces SET rollout_ids = list_distinct(list_append(rollout_ids, $rollout))
+WHERE trace_id = $trace
+"""
 
 
 def _row(span: Span, owner: Owner | None, texts: dict[int, str]) -> dict[str, Any]:
@@ -132,19 +158,6 @@ def _row(span: Span, owner: Owner | None, texts: dict[int, str]) -> dict[str, An
         "dropped_links": span.dropped_links,
         "other": other_of(span),
     }
-
-
-def _settle(con: duckdb.DuckDBPyConnection, admission: Admission) -> None:
-    """Write the owners that earlier spans have got by now."""
-    by_owner: dict[tuple[Owner, str], list[str]] = {}
-    for (trace_id, span_id), owner in admission.settled_earlier.items():
-        by_owner.setdefault((owner, trace_id), []).append(span_id)
-    for ((rollout_id, attempt), trace_id), span_ids in by_owner.items():
-        con.execute(
-            "UPDATE spans SET rollout_id = ?, attempt = ? "
-            "WHERE trace_id = ? AND span_id IN (SELECT unnest(?))",
-            [rollout_id, attempt, trace_id, span_ids],
-        )
 
 
 _SPANS = """

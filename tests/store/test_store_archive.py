@@ -18,7 +18,7 @@ import pytest
 
 from spangrad.errors import StoreError, StoreFullError, StoreLockedError
 from spangrad.store.archive import folder as files
-from spangrad.store.archive.erase import Selection, erase
+from spangrad.store.archive.erase import Selection, erase, select_old
 from spangrad.store.archive.move import Moved, move
 from spangrad.store.archive.rewrite import rewrite
 from spangrad.store.file_store import FileStore
@@ -169,6 +169,37 @@ def test_what_is_archived_is_stored_once_and_late_spans_are_stored(tmp_path: Pat
     before = all_of(path)
     assert archived(path, 10).spans == 1
     assert all_of(path) == before
+
+
+def test_an_ancestor_that_comes_late_gives_archived_spans_their_rollout(tmp_path: Path) -> None:
+    path = tmp_path / "s.duckdb"
+    trace = new_trace()
+    root = on_day([span(trace, rollout="r", attempt=2)], 1)[0]
+    middle = on_day([span(trace, parent=root.span_id)], 1)[0]
+    below, other = on_day([span(trace, parent=middle.span_id), span(trace)], 1)
+    with FileStore(path) as store:
+        store.put_otlp(request([below, middle, other]))
+    assert archived(path, 3).spans == 3
+
+    def seen(rollout: str) -> dict[str, tuple[str | None, int | None]]:
+        with open_to_read(path) as store:
+            return {s.span_id: (s.rollout_id, s.attempt) for s in store.spans([rollout])}
+
+    assert seen("r") == {}
+    with FileStore(path) as store:
+        assert store.put_otlp(request([root])) == 1
+    of_rollout = {one.span_id: ("r", 2) for one in (root, middle, below)}
+    assert seen("r") == of_rollout
+    assert archived(path, 3).spans == 1
+    assert seen("r") == of_rollout
+    with FileStore(path) as store:
+        assert {s.span_id for s in store.spans()} == {*of_rollout, other.span_id}
+        sql = "SELECT count(*) AS n FROM spans WHERE rollout_id = 'r' AND attempt = 2"
+        assert store.query(sql) == [{"n": 3}]
+        selection = select_old(store.database, 3 * DAY_NS)
+        assert (selection.rollouts, selection.traces) == (["r"], [trace])
+        erase(store.database, selection)
+        assert store.query("SELECT * FROM archived_owners") == []
 
 
 def test_late_evaluations_and_joins_find_what_is_archived(tmp_path: Path) -> None:
