@@ -14,6 +14,7 @@ Invariants:
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -132,13 +133,14 @@ def ingest(
     total = sum(file.stat().st_size for file in files if file.is_file())
     run = _Run(store, join)
     before = 0
-    for path in files:
-        position = 0
-        for position in run.read(path, is_named=path in named):
-            if progress is not None:
-                progress(before + position, total)
-        before += position
-    report = run.finish()
+    with closing(run):
+        for path in files:
+            position = 0
+            for position in run.read(path, is_named=path in named):
+                if progress is not None:
+                    progress(before + position, total)
+            before += position
+        report = run.finish()
     report.files = len(files)
     return report
 
@@ -180,17 +182,21 @@ class _Run:
         if repeated := intake.logs - intake.new_logs - intake.refused_logs:
             self._faults.add(REPEATED_LOGS, Outcome.KEPT, count=repeated)
         told = account_traces(self._store, intake.traces, self._join)
-        intake.traces.close()
         _tell(report, told)
         self._faults.merge(told.faults)
         report.faults = self._faults
-        scored = put_scores(self._store, rows.scores)
         report.scores = len(rows.scores) + intake.evaluations
+        scored = put_scores(self._store, rows.scores)
         report.new_rewards = scored.new_rewards + _told_by_records(self._store) - self._told_before
         of_records = {NO_NUMBER: intake.unnumbered, SAME_SCORE: intake.repeated_evaluations()}
         report.scores_left_out = dict(scored.left_out + Counter(of_records))
         report.scores_of_parts = scored.kept_at_last_call
         return report
+
+    def close(self) -> None:
+        """Remove what was kept aside."""
+        self._intake.traces.close()
+        self._rows.scores.close()
 
     def _left_out(self) -> int:
         return self._faults.count(Outcome.LEFT_OUT) + self._rows.unknown_rows

@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from spangrad.adapters.exports.formats import format_of
 from spangrad.adapters.exports.rows import Broken, Row
-from spangrad.adapters.exports.score import Score
+from spangrad.adapters.exports.score import Scores
 from spangrad.adapters.intake import Intake
 from spangrad.adapters.otlp_files import Skipped, parse_json
 
@@ -30,7 +30,7 @@ class RowIntake:
         """Spans go to this intake."""
         self._intake = intake
         self.by_format: Counter[str] = Counter()
-        self.scores: list[Score] = []
+        self.scores = Scores()
         self.unknown_rows = 0
         self.unknown_row: str | None = None
         """The first row that nobody knows."""
@@ -50,7 +50,7 @@ class RowIntake:
         except Exception as error:  # boundary: whatever a row holds
             return Broken(str(path), row.line, f"it can't be read: {type(error).__name__}: {error}")
         self.by_format[known.name] += 1
-        self.scores += scores
+        self.scores.add(scores)
         problem = self._intake.add_made(spans, f"{path}:{row.line}") if spans else None
         return None if problem is None else Broken(str(path), row.line, problem)
 

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from spangrad.adapters.conversations import conversation_key
@@ -55,14 +56,13 @@ class ScoreReport:
 def put_scores(store: Store, scores: Iterable[Score]) -> ScoreReport:
     """Store scores as rewards. Their spans are in the store, and their calls recorded."""
     report = ScoreReport()
-    usable: list[Score] = []
-    for score in scores:
-        if score.value is None or not math.isfinite(score.value):
-            report.left_out[NO_NUMBER] += 1
-        else:
-            usable.append(score)
-    for start in range(0, len(usable), AT_ONCE):
-        report.new_rewards += _put(store, usable[start : start + AT_ONCE], report)
+    rest = iter(scores)
+    while given := list(islice(rest, AT_ONCE)):
+        usable = [score for score in given if score.value is not None and math.isfinite(score.value)]
+        if numberless := len(given) - len(usable):
+            report.left_out[NO_NUMBER] += numberless
+        if usable:
+            report.new_rewards += _put(store, usable, report)
     return report
 
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+import tracemalloc
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
@@ -10,7 +11,7 @@ import pytest
 
 from spangrad.adapters.calls import calls_of
 from spangrad.adapters.exports.rewards import put_scores
-from spangrad.adapters.exports.score import Score
+from spangrad.adapters.exports.score import Score, Scores
 from spangrad.adapters.ingest import ingest
 from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import encode_request
@@ -32,6 +33,24 @@ def score(trace="1", span_id=None, value: float | None = 1.0, **more):
     named = None if span_id is None else span_id.encode().hex().rjust(16, "0")
     more = {"label": None, "explanation": None, "author": None, "time_ns": 5, "name": "reward", **more}
     return Score(trace.rjust(32, "0"), named, value=value, source="test", **more)
+
+
+def test_scores_wait_in_order_and_in_little_memory_however_many_they_are():
+    tracemalloc.start()
+    try:
+        waiting, before = Scores(), tracemalloc.get_traced_memory()[0]
+        for number in range(10_000):
+            waiting.add([score(str(number), explanation="because " * 40), score(str(number), "a")])
+            waiting.add([])
+        assert tracemalloc.get_traced_memory()[0] - before < 2 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert len(waiting) == 20_000
+    for _ in range(2):
+        told = iter(waiting)
+        assert next(told) == score("0", explanation="because " * 40)
+        assert [one.trace_id for one in told][-1] == "9999".rjust(32, "0")
+    waiting.close()
 
 
 def test_plain_chat_is_graded_rewarded_and_stored_once(store):
