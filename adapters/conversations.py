@@ -102,6 +102,8 @@ def service_of(span: Span) -> str | None:
         namespace = _text(resource, "service.namespace")
         return name if namespace is None else f"{namespace}/{name}"
     project = _text(resource, _PROJECT_NAME)
+    if project is None and span.attributes.keys().isdisjoint(PROJECTS):
+        return None
     return project or next((found for key in PROJECTS if (found := _text(span.attributes, key))), None)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from spangrad.adapters.dialects.decoding import FAILED_FINISHES
 from spangrad.adapters.messages import NO_CHAT_FORM
 from spangrad.adapters.model_call import Choice, Grade, Purpose
+from spangrad.adapters.packed import Packed, any_negative
 from spangrad.adapters.reading import Reading
 from spangrad.tracer.wire.constraints import is_constrained
 
@@ -48,6 +49,8 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("vllm_xargs", "logits_processors", "custom_logit_processor"), (None, {}, [], "")),
 }
 """Sampling parameters that change the distribution, and their values that do not."""
+_PLAIN_LOGPROBS: Final = bytes(range(0x80, 0xC6))
+"""Highest bytes of the float32s between -8192 and -0.0."""
 _WITH_DEFAULTS: Final = frozenset(
     {"temperature", "top_p", "top_k", "min_p"}
     | {"frequency_penalty", "presence_penalty", "repetition_penalty"}
@@ -155,9 +158,10 @@ def _doubts(reading: Reading) -> Iterator[str]:
     yield from _miscounted(reading)
     if reading.is_constrained or is_constrained(_request_of(reading)):
         yield "sampled under constraint"
-    asked = {name for name, value in reading.sampling.items() if value is not None}
-    if reading.unknown_defaults is not None and (left_out := _WITH_DEFAULTS - asked):
-        yield f"sampling defaults unknown: {', '.join(sorted(left_out))}; {reading.unknown_defaults}"
+    if reading.unknown_defaults is not None:
+        asked = {name for name, value in reading.sampling.items() if value is not None}
+        if left_out := _WITH_DEFAULTS - asked:
+            yield f"sampling defaults unknown: {', '.join(sorted(left_out))}; {reading.unknown_defaults}"
     if reading.sampling.get("temperature") == 0:
         yield "sampled greedily: at temperature 0 every behaviour logprob is 0"
     elif reading.logprobs_mode != "processed" and (changes := _processing(reading)):
@@ -169,7 +173,8 @@ def _doubts(reading: Reading) -> Iterator[str]:
 
 def _miscounted(reading: Reading) -> Iterator[str]:
     """Where the usage counts other tokens than there are ids; some servers count cached ones apart."""
-    usage = reading.usage
+    if not (usage := reading.usage):
+        return
     cached = usage.get("cache_read_tokens", 0) + usage.get("cache_creation_tokens", 0)
     ids = len(reading.prompt_token_ids or ())
     if (count := usage.get("input_tokens")) is not None and ids not in (count, count + cached):
@@ -204,13 +209,15 @@ def _choice_doubts(index: int, choice: Choice) -> Iterator[str]:
     else:
         yield from _logprob_doubts(index, choice.logprobs)
     versions = choice.policy_versions
-    if versions is None or (len(versions) and min(versions) < 0):
+    if versions is None or any_negative(versions):
         yield f"policy version unknown: choice {index}"
     elif (found := len(versions)) != count:
         yield f"policy versions don't cover the reply: choice {index} has {found} for {count} sampled ids"
 
 
 def _logprob_doubts(index: int, logprobs: Sequence[float]) -> Iterator[str]:
+    if isinstance(logprobs, Packed) and not logprobs.packed[3::4].translate(None, _PLAIN_LOGPROBS):
+        return
     values = np.asarray(logprobs)
     if not values.size or (np.maximum.reduce(values) <= 0 and np.minimum.reduce(values) > MISSING_LOGPROB):
         return

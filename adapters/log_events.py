@@ -21,6 +21,8 @@ def with_logs(spans: Iterable[Span], records: Iterable[LogRecord]) -> list[Span]
     for record in records:
         if record.trace_id is not None and record.span_id is not None:
             by_span.setdefault((record.trace_id, record.span_id), []).append(record)
+    if not by_span:
+        return list(spans)
     return [_with(span, by_span.get((span.trace_id, span.span_id))) for span in spans]
 
 

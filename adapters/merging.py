@@ -41,6 +41,8 @@ Parents = Mapping[tuple[str, str], str | None]
 def cluster(readings: Sequence[Reading], parents: Parents) -> list[list[Reading]]:
     """Group readings by call, the one that names the call first in its group."""
     groups = group_accounts([reading for reading in readings if not reading.is_gateway])
+    if not any(reading.is_gateway for reading in readings):
+        return groups
     owner = {_key(reading): group for group in groups for reading in group}
     by_response: dict[tuple[str, str], list[list[Reading]]] = {}
     for group in groups:

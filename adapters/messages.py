@@ -46,6 +46,9 @@ def chat_messages(recorded: Any, notes: list[str]) -> list[dict[str, Any]]:
     chat: list[dict[str, Any]] = []
     for index, message in enumerate(recorded):
         role, parts = _role_and_parts(message, index)
+        if (text := _only_text(parts, message)) is not None:
+            chat.append({"role": role, "content": text})
+            continue
         responses = [part for part in parts if part.get("type") == "tool_call_response"]
         rest = [part for part in parts if part.get("type") != "tool_call_response"]
         chat.extend(_tool_message(part, message, notes) for part in responses)
@@ -89,6 +92,14 @@ def _role_and_parts(message: Any, index: int) -> tuple[str, list[Mapping[str, An
                 f"message {index} has a part that is {type(part).__name__}; expected an object"
             )
     return message["role"], list(parts)
+
+
+def _only_text(parts: Sequence[Mapping[str, Any]], message: Mapping[str, Any]) -> str | None:
+    """The text of a message that has nothing else, as most have."""
+    if len(parts) != 1 or parts[0].get("type") != "text" or message.get("name"):
+        return None
+    text = parts[0].get("content")
+    return text if isinstance(text, str) and PLACED.issuperset(message) else None
 
 
 def _plain_message(

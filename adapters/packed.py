@@ -14,6 +14,8 @@ N = TypeVar("N", int, float)
 
 _INTS: Final = "<i4"
 _FLOATS: Final = "<f4"
+_FEW: Final = 2_048
+"""Up to so many numbers, their sign bytes are looked at sooner than NumPy has begun."""
 
 
 class Packed(Sequence[N]):
@@ -92,6 +94,15 @@ def packed_ints(packed: bytes) -> Packed[int]:
 def packed_floats(packed: bytes) -> Packed[float]:
     """Logprobs, exactly as float32. Raises ValueError if the length is no multiple of 4."""
     return Packed(packed, _FLOATS)
+
+
+def any_negative(values: Sequence[int]) -> bool:
+    """Whether one of them is below 0; of packed ones without a look at each."""
+    if not isinstance(values, Packed) or values._kind != _INTS:
+        return len(values) > 0 and min(values) < 0
+    if len(values.packed) <= 4 * _FEW:
+        return not values.packed[3::4].isascii()  # the highest bit is the sign
+    return bool(np.minimum.reduce(np.frombuffer(values.packed, _INTS)) < 0)
 
 
 def as_ids(values: Sequence[int]) -> bytes:

@@ -14,6 +14,7 @@ Rules, the first that fits:
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 from spangrad.adapters.model_call import Purpose
@@ -85,11 +86,19 @@ def purpose_of(reading: Reading) -> tuple[Purpose, str | None]:
             if pattern.fullmatch(name):
                 return purpose, f"step name: {reading.step_name}"
     if not reading.tools:
-        beginnings = [beginning for beginning in _beginnings(reading) if _ANY.match(beginning)]
-        for known, purpose, pattern in _COMPILED:
-            if any(pattern.match(beginning) for beginning in beginnings):
-                return purpose, f"known prompt: {known}"
+        found = [rule for text in _beginnings(reading) if (rule := _known_prompt(text)) is not None]
+        if found:
+            known, purpose, _ = _COMPILED[min(found)]
+            return purpose, f"known prompt: {known}"
     return Purpose.AGENT, None
+
+
+@lru_cache(maxsize=256)
+def _known_prompt(beginning: str) -> int | None:
+    """The first of the known prompts that begins so; remembered, for the calls of an agent begin alike."""
+    if _ANY.match(beginning) is None:
+        return None
+    return next(number for number, (_, _, pattern) in enumerate(_COMPILED) if pattern.match(beginning))
 
 
 def _words(name: str) -> str:

@@ -31,10 +31,11 @@ _TRACE_ID: Final = re.compile("[0-9a-f]{32}")
 
 def group_accounts(readings: Sequence[Reading]) -> list[list[Reading]]:
     """The readings, grouped by call; in each group the one that began first, the outermost, comes first."""
-    groups = [_Group([reading]) for reading in sorted(readings, key=_order)]
+    alone = [[reading] for reading in sorted(readings, key=_order)]
     recorders = {reading.span.scope for reading in readings}
-    if len(recorders) > 1:
-        groups = _joined(groups, len(recorders))
+    if len(recorders) <= 1:
+        return alone
+    groups = _joined([_Group(members) for members in alone], len(recorders))
     return [sorted(group.members, key=_order) for group in groups]
 
 

@@ -11,7 +11,7 @@ Invariants:
 """
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,8 +83,7 @@ class _Place:
     """By the id that comes next."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """Where a sequence leaves the trie: on the edge to `place`, after `length` ids."""
 
     place: _Place
@@ -140,7 +139,8 @@ class Sequences:
         else:
             end = place
             end.ending = number if end.ending is None else end.ending
-        self._ends = [end, *(last for last in self._ends if last is not place and last is not end)][:_LAST]
+        others = [last for last in self._ends if last is not place and last is not end]
+        self._ends = [end, *others[: _LAST - 1]]
         return shared, length
 
     @staticmethod

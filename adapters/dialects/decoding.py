@@ -8,11 +8,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
-import numpy as np
-
 from spangrad.adapters.dialects.growing import growing_messages
 from spangrad.adapters.messages import chat_messages
-from spangrad.adapters.packed import Packed, packed_ints
+from spangrad.adapters.packed import Packed, any_negative, packed_ints
 from spangrad.errors import DialectError
 from spangrad.store.records import Span
 
@@ -50,6 +48,8 @@ def finish_reason(told: str | None) -> str | None:
 class Decoder:
     """Decodes attributes of one span and remembers what went wrong."""
 
+    __slots__ = ("attributes", "faults", "notes", "token_losses")
+
     def __init__(self, span: Span) -> None:
         """Decode this span's attributes."""
         self.attributes = span.attributes
@@ -70,7 +70,10 @@ class Decoder:
 
     def convert(self, name: str, conversion: Callable[[Any], T]) -> T | None:
         """The attribute, parsed and converted; a shape that can't be read is a fault."""
-        value = self.json(name)
+        return self.converted(name, self.json(name), conversion)
+
+    def converted(self, name: str, value: Any, conversion: Callable[[Any], T]) -> T | None:
+        """What the attribute holds, converted; a shape that can't be read is a fault."""
         if value is None:
             return None
         try:
@@ -101,7 +104,8 @@ class Decoder:
     def token_ids(self, name: str) -> Packed[int] | None:
         """The packed attribute as token ids; None, and told, if one is negative: padding, and no id."""
         ids = self.unpack(name, packed_ints)
-        if ids and (lowest := int(np.minimum.reduce(np.asarray(ids)))) < 0:
+        if ids is not None and any_negative(ids):
+            lowest = min(ids)
             self.token_losses.append(f"a token id is negative: {name} has {lowest} at {ids.index(lowest)}")
             return None
         return ids

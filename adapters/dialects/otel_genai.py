@@ -12,11 +12,12 @@ Invariants:
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from spangrad.adapters.dialects.decoding import FAILED_FINISHES, FINISHES_DIFFER, Decoder, finish_reason
 from spangrad.adapters.dialects.dialect import Dialect
-from spangrad.adapters.messages import chat_tools, system_messages
+from spangrad.adapters.messages import chat_messages, chat_tools, system_messages
 from spangrad.adapters.model_call import Choice, Purpose
 from spangrad.adapters.packed import packed_floats, packed_ints
 from spangrad.adapters.reading import Reading, parsed, text, whole_number
@@ -42,6 +43,14 @@ SAMPLING: Final = {
     "frequency_penalty": "gen_ai.request.frequency_penalty",
     "presence_penalty": "gen_ai.request.presence_penalty",
 }
+_OWN_SCOPES: Final = (c.SCOPE_TRACER, c.SCOPE_GATEWAY)
+USAGE: Final = {
+    "input_tokens": c.INPUT_TOKENS,
+    "output_tokens": c.OUTPUT_TOKENS,
+    "cache_read_tokens": c.CACHE_READ_TOKENS,
+    "cache_creation_tokens": c.CACHE_CREATION_TOKENS,
+    "reasoning_tokens": c.REASONING_TOKENS,
+}
 TOKEN_DATA: Final = (
     "token_ids",
     "prompt_token_ids",
@@ -62,7 +71,7 @@ def is_call(span: Span) -> bool:
 
 def is_spangrad(span: Span) -> bool:
     """Whether spangrad's own tracer or gateway wrote the span."""
-    return span.scope in (c.SCOPE_TRACER, c.SCOPE_GATEWAY)
+    return span.scope in _OWN_SCOPES
 
 
 def is_otel(span: Span) -> bool:
@@ -86,7 +95,7 @@ def read_as(dialect: str, span: Span) -> Reading:
     messages = _messages(attributes, decoder)
     losses = _losses(span, decoder)
     defaults = decoder.json(c.SAMPLING_DEFAULTS)
-    if not is_spangrad(span):
+    if not (is_own := is_spangrad(span)):
         losses.content += scrubbed(messages, "message")
         losses.content += scrubbed([choice.message for choice in choices], "choice")
     return Reading(
@@ -97,7 +106,7 @@ def read_as(dialect: str, span: Span) -> Reading:
         response_id=text(attributes, c.RESPONSE_ID),
         messages=messages,
         tools=decoder.convert(c.TOOL_DEFINITIONS, chat_tools) or (),
-        keeps_tools=is_spangrad(span),
+        keeps_tools=is_own,
         sampling={**(defaults if isinstance(defaults, Mapping) else {}), **_sampling(attributes, decoder)},
         choices=choices,
         prompt_token_ids=decoder.token_ids(c.PROMPT_TOKEN_IDS),
@@ -154,11 +163,12 @@ def _messages(attributes: Mapping[str, Any], decoder: Decoder) -> list[dict[str,
 
 
 def _choices(attributes: Mapping[str, Any], decoder: Decoder) -> list[Choice]:
-    messages = decoder.messages(c.OUTPUT_MESSAGES) or []
+    outputs = decoder.json(c.OUTPUT_MESSAGES)
+    convert = partial(chat_messages, notes=decoder.notes)
+    messages = decoder.converted(c.OUTPUT_MESSAGES, outputs, convert) or []
     reasons = _finish_reasons(attributes)
     count = max(len(messages), len(reasons) if not messages else 0, _packed_choices(attributes))
-    outputs = decoder.json(c.OUTPUT_MESSAGES) if messages else ()
-    if len(outputs) != len(messages):
+    if messages and len(outputs) != len(messages):
         outputs = [{} for _ in messages]
     choices = []
     for index in range(count):
@@ -232,15 +242,8 @@ def _policy(attributes: Mapping[str, Any]) -> bool | None:
 
 
 def _usage(attributes: Mapping[str, Any]) -> dict[str, int]:
-    names = {
-        "input_tokens": c.INPUT_TOKENS,
-        "output_tokens": c.OUTPUT_TOKENS,
-        "cache_read_tokens": c.CACHE_READ_TOKENS,
-        "cache_creation_tokens": c.CACHE_CREATION_TOKENS,
-        "reasoning_tokens": c.REASONING_TOKENS,
-    }
-    counts = {key: whole_number(attributes, name) for key, name in names.items()}
-    return {key: count for key, count in counts.items() if count is not None}
+    told = {key: whole_number(attributes, name) for key, name in USAGE.items() if name in attributes}
+    return {key: count for key, count in told.items() if count is not None}
 
 
 def _error(span: Span) -> str | None:
@@ -282,6 +285,8 @@ def _losses(span: Span, decoder: Decoder) -> _Losses:
 def _redacted(decoder: Decoder) -> tuple[str, ...]:
     """Names of the attributes that redaction changed, if they are of the request or the reply."""
     names = decoder.json(c.REDACTED)
+    if names is None:
+        return ()
     if isinstance(names, str):
         names = [names]
     if not isinstance(names, Sequence):

@@ -80,6 +80,20 @@ def test_doubtful_logprobs_make_a_call_ids(changes, reason):
     assert any(reason in given for given in call.grade_reasons), call.grade_reasons
 
 
+@pytest.mark.parametrize("value", [-0.0, 0.0, -1e-45, -1e-40, -8191.9, -8192.0, -9998.0, -10000.0, -3e38])
+def test_a_finite_logprob_that_is_not_positive_is_one(value):
+    logprobs = {c.SAMPLED_LOGPROBS: c.pack_floats([-0.5, value])}
+    assert graded(text_attributes(**{**token_attributes(), **logprobs})).grade is Grade.EXACT
+
+
+@pytest.mark.parametrize("value", [1e-45, 1e-40, 8192.0, math.inf, -math.inf, math.nan, -math.nan])
+def test_a_number_that_is_positive_or_not_finite_is_no_logprob(value):
+    logprobs = {c.SAMPLED_LOGPROBS: c.pack_floats([-0.5, value])}
+    call = graded(text_attributes(**{**token_attributes(), **logprobs}))
+    (told,) = call.grade_reasons
+    assert told.startswith("a logprob is no logprob: choice 0")
+
+
 def test_a_request_that_leaves_nothing_to_defaults_does_not_need_to_know_them():
     asked = {"top_k": -1, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
     said = {c.REQUEST_TEMPERATURE: 1.0, c.REQUEST_TOP_P: 1.0, c.REQUEST_EXTRA: json.dumps(asked)}

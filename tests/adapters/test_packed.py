@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from spangrad.adapters.packed import as_ids, packed_floats, packed_ints
+from spangrad.adapters.packed import any_negative, as_ids, packed_floats, packed_ints
 from spangrad.tracer.conventions import pack_floats, pack_ints
 
 IDS = [5, -1, 2**31 - 1, 0]
@@ -54,6 +54,22 @@ def test_ids_are_packed_once():
     ids = packed_ints(pack_ints(IDS))
     assert as_ids(ids) is ids.packed
     assert as_ids(IDS) == ids.packed
+
+
+@pytest.mark.parametrize("size", [1, 7, 2_048, 2_049, 5_000])
+def test_one_negative_number_is_seen_wherever_it_is(size):
+    for number in (-1, -(2**31)):
+        for place in (0, size // 2, size - 1):
+            values = [2**31 - 1, 0, 128, 255] * (size // 4 + 1)
+            values[place] = number
+            assert any_negative(packed_ints(pack_ints(values[:size])))
+            assert any_negative(values[:size])
+    assert not any_negative(packed_ints(pack_ints(([2**31 - 1, 0, 128, 2**23] * size)[:size])))
+
+
+def test_no_numbers_are_none_below_0():
+    assert not any_negative(packed_ints(b""))
+    assert not any_negative(())
 
 
 @pytest.mark.parametrize(("value", "error"), [(b"12345", ValueError), ("1234", TypeError)])
