@@ -1,8 +1,8 @@
 """Score: what a foreign system says that a trace, or one span of it, was worth."""
 
-import pickle
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
 from tempfile import SpooledTemporaryFile
 from typing import Final
 
@@ -41,20 +41,19 @@ class Scores:
     def __init__(self) -> None:
         """There are none."""
         self._file = SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115
-        self._count = self._end = 0
+        self._count = 0
 
-    def add(self, scores: Sequence[Score]) -> None:
+    def add(self, scores: Iterable[Score]) -> None:
         """Add the scores of a row."""
-        if scores:
-            pickle.dump(scores, self._file)
-            self._count += len(scores)
-            self._end = self._file.tell()
+        for score in scores:
+            self._file.write(json.dumps(astuple(score)).encode() + b"\n")
+            self._count += 1
 
     def __iter__(self) -> Iterator[Score]:
         """All of them. Nothing is to be added meanwhile."""
         self._file.seek(0)
-        while self._file.tell() < self._end:
-            yield from pickle.load(self._file)
+        for line in self._file:
+            yield Score(*json.loads(line))
 
     def __len__(self) -> int:
         """How many there are."""
