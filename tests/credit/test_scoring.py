@@ -212,7 +212,7 @@ def test_a_function_or_rewards_of_steps_give_the_scores(store, tmp_path):
 def test_what_a_score_function_gets_wrong_is_told_with_its_place(store, tmp_path, body, message):
     rollouts = filled(store, {"good": 1.0, "bad": 0.0})
     (tmp_path / "score.py").write_text(f"def progress(task, calls):\n    return {body}\n")
-    config = CreditConfig(**TO_GO | {"scores": "score.py:progress"}, shaping="score_gain")
+    config = dataclasses.replace(CreditConfig(**TO_GO, shaping="score_gain"), scores="score.py:progress")
     with pytest.raises(CreditError, match=message) as raised:
         credited_rows(store, rollouts, config, base_dir=str(tmp_path))
     assert "'score.py:progress'" in str(raised.value) and "rollout 'good'" in str(raised.value)
