@@ -25,6 +25,7 @@ from spangrad.credit.diagnostics import CreditDiagnostics, diagnose
 from spangrad.credit.filtering import (
     MISSING,
     MISSING_SCORE,
+    MISSING_VALUE,
     OVERLONG,
     REASONS,
     filtered,
@@ -34,6 +35,7 @@ from spangrad.credit.filtering import (
 from spangrad.credit.groups import labels
 from spangrad.credit.scoring import cycle_test, lacks_scores, with_terms
 from spangrad.credit.types import Trajectory
+from spangrad.credit.values import lacks_values, require_values, value_targets
 from spangrad.errors import CreditError
 
 
@@ -46,6 +48,8 @@ class CreditResult:
     diagnostics: CreditDiagnostics
     left_out: Mapping[str, str] = field(default_factory=dict)
     """rollout_id -> why its steps have no advantage."""
+    value_targets: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """(rollout_id, call_id) -> what a critic should have said before the step, where a term asks one."""
 
     def of(self, rollout_id: str) -> dict[str, float]:
         """call_id -> advantage of one rollout, assigned ones only."""
@@ -69,9 +73,9 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
         CreditError: A rollout or call occurs twice, a reward is not finite, or a term lacks something.
 
     Groups in which all rewards are equal, and lone rollouts, get zeros in both terms (a lone rollout's
-    episode term: `config.singleton`); a running baseline knows no groups. The paper's step term alone would
-    train such a group for gamma < 1: the rewards differ by how far they are discounted, which says who was
-    shorter and not who was better.
+    episode term: `config.singleton`); a running baseline and values know no groups. The paper's step
+    term alone would train such a group for gamma < 1: the rewards differ by how far they are discounted,
+    which says who was shorter and not who was better.
     """
     _check(trajectories)
     _check_needs(trajectories, config)
@@ -83,6 +87,8 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
             left_out[each.rollout_id] = OVERLONG
         elif lacks_scores(each, config):
             left_out[each.rollout_id] = MISSING_SCORE
+        elif lacks_values(each, config):
+            left_out[each.rollout_id] = MISSING_VALUE
     scored = [each for each in trajectories if each.rollout_id not in left_out]
     scored_N = returns_of(scored, config)
     shaping = cycle_test(scored, config)
@@ -105,6 +111,10 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
         for each in trajectories
         for step in each.steps
     }
+    targets: dict[tuple[str, str], float] = {}
+    if config.needs_values:
+        keys = [(each.rollout_id, step.call_id) for each in trained.trajectories for step in each.steps]
+        targets = dict(zip(keys, value_targets(trained, config).tolist(), strict=True))
     counts = Counter(left_out.values())
     diagnostics = diagnose(
         returns_N=batch.returns_N,
@@ -122,7 +132,7 @@ def assign(trajectories: Sequence[Trajectory], config: CreditConfig) -> CreditRe
         shaping=shaping,
     )
     return CreditResult(
-        advantages, diagnostics, {rollout: REASONS[name] for rollout, name in left_out.items()}
+        advantages, diagnostics, {rollout: REASONS[name] for rollout, name in left_out.items()}, targets
     )
 
 
@@ -143,6 +153,7 @@ def _check_needs(trajectories: Sequence[Trajectory], config: CreditConfig) -> No
         )
     if config.step == "rtmc" and steps and not any(step.action for step in steps):
         raise CreditError("no step of this batch tells what was done; choose a term that needs no actions")
+    require_values(trajectories, config)
     if config.needs_branches:
         check_branches(trajectories, labels([group_of(each) for each in trajectories]))
 

@@ -57,6 +57,10 @@ def batch_of(
         exact_anchor_ids_S=exact_S,
         rewards_S=rewards_S,
         baselines_N=np.array([trajectory.baseline for trajectory in known], dtype=np.float64),
+        values_S=np.array([value for each in known for value in _values(each)[:-1]], dtype=np.float64),
+        bootstraps_N=np.array(
+            [_values(each)[-1] if each.is_truncated else 0.0 for each in known], dtype=np.float64
+        ),
     )
 
 
@@ -67,6 +71,10 @@ def group_of(trajectory: Trajectory) -> str:
         if trajectory.group_id is not None
         else f"rollout {trajectory.rollout_id}"
     )
+
+
+def _values(trajectory: Trajectory) -> Sequence[float | None]:
+    return trajectory.values or [None] * (len(trajectory.steps) + 1)
 
 
 def _exact_anchors(steps: Sequence[Step]) -> Ints:

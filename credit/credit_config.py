@@ -6,7 +6,13 @@ from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 
 from spangrad.credit.estimators import BOTH_TERMS, EPISODE_TERMS, STEP_TERMS
-from spangrad.credit.filtering import MISSING_SCORE, OVERLONG, OVERLONG_SETTINGS, leaves_out_lone
+from spangrad.credit.filtering import (
+    MISSING_SCORE,
+    MISSING_VALUE,
+    OVERLONG,
+    OVERLONG_SETTINGS,
+    leaves_out_lone,
+)
 from spangrad.credit.grpo import Singleton
 from spangrad.credit.rewards import DEFAULT_WEIGHTS
 from spangrad.credit.scoring import check_shaping
@@ -25,6 +31,7 @@ Episode = Literal[
     "grpo_per_role",
     "tree_grpo",
     "running_baseline",
+    "value_baseline",
     "none",
 ]
 StepName = Literal[
@@ -35,6 +42,7 @@ StepName = Literal[
     "hgpo_as_published",
     "rtmc",
     "leave_one_out_to_go",
+    "gae",
     "mt_grpo",
     "per_turn_index_biased",
     "reinforce_pp",
@@ -43,6 +51,8 @@ StepName = Literal[
     "treerl",
 ]
 
+_UNGROUPED: Final = ("running_baseline", "value_baseline")
+"""Episode terms that compare no groups."""
 _SWITCHES: Final = ("step_weight", "scale_by_std", "history")
 """Settings that leave others without an effect where they are 0."""
 
@@ -55,8 +65,8 @@ class CreditConfig:
     """Term that compares whole rollouts of a group. `opo` and `reinforce_pp_baseline_as_published` need to
     know how many tokens each call sampled, `grpo_per_role` the agents' names, `tree_grpo` rollouts that
     branch; `gdpo` scales each reward of `reward_weights` in its group before they are added;
-    `running_baseline` compares with earlier rollouts of the same kind, for tasks that are run once, as in
-    production."""
+    `running_baseline` compares with earlier rollouts of the same kind, `value_baseline` with what a critic
+    expected (`learner.critic`), for tasks that are run once, as in production."""
     step: StepName = "none"
     """Term that compares steps: from the same state (`gigpo`), from the same last states (`hgpo`), or with
     what the others still earn from that step on (`leave_one_out_to_go`). `gigpo_as_published` also takes the
@@ -64,12 +74,15 @@ class CreditConfig:
     needs episode `grpo`, and so does `mt_grpo` (one intermediate reward a rollout, apart from the outcome).
     `rtmc` compares actions of a state; `tree_edges` and `treerl` need rollouts that branch; `turn_credit`
     spreads changes of `scores` over the steps before; `reinforce_pp` whitens over the tokens of the batch,
-    whatever the groups; `per_turn_index_biased` is there to compare with. A group of equal rewards gets zero
-    from all of them, but for what scores say."""
+    whatever the groups; `gae` compares a step with what a critic expected before and behind it
+    (`learner.critic`), with episode `none` it is PPO over steps; `per_turn_index_biased` is there to compare
+    with. A group of equal rewards gets zero from all of them, but for what scores and values say."""
     step_weight: float = 1.0
     """lambda: weight of the step term; 0 or more."""
     gamma: float = 0.95
     """Discount of step returns, per step; 0 to 1."""
+    gae_lambda: float = 0.9
+    """lambda of `gae`: 1 trusts returns alone, 0 the critic's next value alone; 0 to 1."""
     scale_by_std: bool = True
     """Divide by the standard deviation of the group (`grpo`, `best_of_group`) and of the pool (`gigpo`). Off
     with `grpo`: Dr.GRPO."""
@@ -142,8 +155,9 @@ class CreditConfig:
             raise ConfigError(f"episode and {what}, so nothing gets credit; choose at least one")
         if self.step in BOTH_TERMS and self.episode != "grpo":
             raise ConfigError(f"step {self.step!r} needs episode 'grpo', not {self.episode!r}")
-        if not 0.0 <= self.gamma <= 1.0:
-            raise ConfigError(f"gamma is {self.gamma!r}; expected 0 to 1")
+        for name in ("gamma", "gae_lambda"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected 0 to 1")
         if not 0.5 <= self.similarity <= 1.0:
             raise ConfigError(f"similarity is {self.similarity!r}; expected 0.5 to 1")
         if not 0.0 <= self.baseline_decay < 1.0:
@@ -174,9 +188,9 @@ class CreditConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected above 0, at most 1")
         if len(set(self.filters)) < len(self.filters):
             raise ConfigError(f"filters is {self.filters!r}; expected each one once")
-        if "zero_spread" in self.filters and self.step == "reinforce_pp":
+        if "zero_spread" in self.filters and self.step in ("reinforce_pp", "gae"):
             raise ConfigError(
-                "filter 'zero_spread' has no effect with step 'reinforce_pp': it compares all groups"
+                f"filter 'zero_spread' has no effect with step {self.step!r}: it compares no groups"
             )
         self._check_overlong()
         check_shaping(self, self.settings_used())
@@ -214,7 +228,7 @@ class CreditConfig:
         """Names of the settings that change what the chosen terms give."""
         used = frozenset({"episode", "step", "reward_weights", "overlong", "shaping", *self.filters})
         used |= OVERLONG_SETTINGS[self.overlong]
-        if self.episode != "running_baseline":  # it compares no groups
+        if self.episode not in _UNGROUPED:
             used |= {"filters"}
         if self.shaping != "none":
             used |= {"scores", "shaping_weight"}
@@ -244,7 +258,7 @@ class CreditConfig:
     @property
     def counts_lone(self) -> bool:
         """Whether a rollout that is alone in its group can get credit."""
-        return self.episode == "running_baseline" or self.singleton == "raw" or self._steps_count_lone
+        return self.episode in _UNGROUPED or self.singleton == "raw" or self._steps_count_lone
 
     @property
     def is_per_step(self) -> bool:
@@ -255,12 +269,18 @@ class CreditConfig:
     def drops(self) -> tuple[str, ...]:
         """Names of what may leave rollouts out that have a reward."""
         overlong = (OVERLONG,) if self.overlong == "mask" else ()
-        return (*overlong, *((MISSING_SCORE,) if self.scores is not None else ()), *self.filters)
+        scores = (MISSING_SCORE,) if self.scores is not None else ()
+        return (*overlong, *scores, *((MISSING_VALUE,) if self.needs_values else ()), *self.filters)
 
     @property
     def needs_actions(self) -> bool:
         """Whether a term wants to know what was done in each step."""
         return self.step == "rtmc"
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether a term wants to know what a critic expected."""
+        return self.episode == "value_baseline" or self.step == "gae"
 
     @property
     def needs_branches(self) -> bool:

@@ -33,6 +33,7 @@ from spangrad.credit.state_actions import NO_ACTION, state_action_advantages
 from spangrad.credit.tree_terms import tree_edges, tree_grpo, tree_rl
 from spangrad.credit.turns import leave_one_out_to_go, mt_grpo, per_turn_index, turn_credit
 from spangrad.credit.types import Trajectory
+from spangrad.credit.values import gae, value_baseline
 from spangrad.errors import CreditError
 
 if TYPE_CHECKING:
@@ -66,6 +67,10 @@ class Batch:
     """Reward of the step, in the last one with the outcome."""
     baselines_N: Floats
     """Return that was to be expected; NaN: not known."""
+    values_S: Floats
+    """What a critic expected before the step; NaN: not known."""
+    bootstraps_N: Floats
+    """What it expected behind the last step of a rollout that was cut off; 0 where it ended."""
 
     @property
     def group_ids_S(self) -> Ints:
@@ -91,12 +96,13 @@ class StepTerm:
     estimate: Callable[[Batch, "CreditConfig"], Floats]
     """-> advantages, shape (S,)."""
     pool: Callable[[Batch], Ints] | None
-    """Which steps are compared with each other, shape (S,); `NO_ANCHOR`: with none. None: nothing is
-    discounted, so that equal rewards give zeros of themselves."""
+    """Which steps are compared with each other, shape (S,); `NO_ANCHOR`: with none. None: what is not 0 says
+    something: nothing is discounted, so that equal rewards give zeros, or it is no comparison of rewards."""
     settings: frozenset[str] = frozenset()
     """Settings of `CreditConfig` that change it, beside `step_weight`."""
     counts_lone: bool = False
-    """Whether a rollout alone in its group says something: it branches, or the whole batch is compared."""
+    """Whether a rollout alone in its group says something: it branches, the whole batch is compared, or it is
+    held against a critic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +294,7 @@ EPISODE_TERMS: Final[Mapping[str, EpisodeTerm]] = {
         lambda batch, _: baseline_advantages(batch.returns_N, batch.baselines_N),
         frozenset({"baseline_decay", "baseline_key"}),
     ),
+    "value_baseline": EpisodeTerm(lambda batch, _: value_baseline(batch)),
     "best_of_group": EpisodeTerm(
         lambda batch, config: best_of_group(
             batch.returns_N,
@@ -327,6 +334,7 @@ STEP_TERMS: Final[Mapping[str, StepTerm]] = {
         _by_index,
         frozenset({"gamma"}),
     ),
+    "gae": StepTerm(gae, None, frozenset({"gamma", "gae_lambda"}), counts_lone=True),
     "per_turn_index_biased": StepTerm(
         _per_turn_index,
         _by_index,

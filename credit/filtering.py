@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MISSING: Final = "missing_reward"
 MISSING_SCORE: Final = "missing_score"
+MISSING_VALUE: Final = "missing_value"
 OVERLONG: Final = "overlong"
 OVERLONG_SETTINGS: Final[Mapping[str, frozenset[str]]] = {
     "keep": frozenset(),
@@ -34,6 +35,7 @@ OVERLONG_SETTINGS: Final[Mapping[str, frozenset[str]]] = {
 REASONS: Final[Mapping[str, str]] = {
     MISSING: MISSING_REWARD,
     MISSING_SCORE: "the score of a state is missing",
+    MISSING_VALUE: "the value of a state is missing: its call has no token ids to ask the critic about",
     OVERLONG: "overlong: it was cut off, or sampled more tokens than credit.overlong_limit",
     "zero_spread": "filter zero_spread: nothing that is compared in its group differs",
     "top_share": "filter top_share: the rewards of its group differ less than those of groups that stay",

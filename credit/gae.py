@@ -1,12 +1,14 @@
 """Generalised advantage estimation, over tokens that skip observations and over steps.
 
-Shape letters: K tokens of a row, T steps of a trajectory.
+Shape letters: K tokens of a row, T steps of a trajectory; N trajectories, S their steps, one trajectory's
+after the other's.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spangrad.credit.groups import Floats
+from spangrad.credit.groups import Floats, Ints
+from spangrad.credit.returns import returns_to_go
 from spangrad.errors import CreditError
 
 
@@ -92,3 +94,22 @@ def gae_steps(
         following = rewards_T[t] + gamma * next_value - values_T[t] + gamma * lam * following
         advantages_T[t], next_value = following, values_T[t]
     return advantages_T
+
+
+def gae_trajectories(
+    rewards_S: Floats, values_S: Floats, bootstraps_N: Floats, lengths_N: Ints, *, gamma: float, lam: float
+) -> Floats:
+    """`gae_steps` of every trajectory, shape (S,): one pass per step of the longest.
+
+    Args:
+        rewards_S: Reward of each step, reward units, finite.
+        values_S: Value of the state that each step began in.
+        bootstraps_N: Value behind the last step of each trajectory.
+        lengths_N: Steps of each trajectory; they add up to S.
+        gamma: Discount per step, 0 to 1.
+        lam: lambda, 0 to 1.
+    """
+    has_steps_N = lengths_N > 0
+    next_S = np.roll(values_S, -1)
+    next_S[np.cumsum(lengths_N)[has_steps_N] - 1] = bootstraps_N[has_steps_N]
+    return returns_to_go(rewards_S + gamma * next_S - values_S, lengths_N, gamma * lam)

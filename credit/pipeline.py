@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from spangrad.adapters.call_tree import build_tree, in_order
+from spangrad.adapters.call_tree import CallTree, build_tree, in_order
 from spangrad.adapters.calls import calls_of
 from spangrad.adapters.model_call import Grade, ModelCall, Purpose
 from spangrad.credit.aggregation import Aggregation, weigh
 from spangrad.credit.assign import assign
 from spangrad.credit.books import check_books, dropped_tokens
 from spangrad.credit.credit_config import CreditConfig
+from spangrad.credit.critic import Critic, valued, with_values
 from spangrad.credit.forks import parents_of
 from spangrad.credit.history import baselines_of
 from spangrad.credit.observations import observation_rows
@@ -82,6 +83,7 @@ def credited_rows(
     prefer: Prefer | None = None,
     target: Target = "actions",
     base_dir: str = ".",
+    critic: Critic | None = None,
 ) -> CreditedBatch:
     """Read the calls and rewards of rollouts and turn them into weighted, credited rows.
 
@@ -103,6 +105,7 @@ def credited_rows(
             `best`, with their settings bound. Wants no estimators: `config` is None.
         target: What rows train: what the policy sampled, or (for cloning) what the environment answered.
         base_dir: Folder that a path in `config.scores` starts from.
+        critic: Gives values to the terms that need some (`config.needs_values`).
 
     Raises:
         ConfigError: There are both estimators and preferences.
@@ -136,18 +139,23 @@ def credited_rows(
         with_rewards=needs_rewards,
         base_dir=base_dir,
     )
-    advantages, diagnostics, left_out = _credit(trajectories, config, is_scored=needs_rewards)
-    rows: list[Transition] = []
     notes: Counter[str] = Counter()
-    for rollout, trajectory in zip(ended, trajectories, strict=True):
-        calls = calls_by_rollout[rollout.rollout_id]
-        if not calls:
+    trees = [_tree(calls_by_rollout[rollout.rollout_id], render, notes, sampled) for rollout in ended]
+    if critic is not None and config is not None and config.needs_values:
+        trajectories = valued(trajectories, (tree for tree, _ in trees), critic)
+    advantages, diagnostics, left_out, targets = _credit(trajectories, config, is_scored=needs_rewards)
+    rows: list[Transition] = []
+    for rollout, trajectory, (tree, unrendered) in zip(ended, trajectories, trees, strict=True):
+        if not calls_by_rollout[rollout.rollout_id]:
             reason = f"no model call was recorded for attempt {rollout.attempt}"
             refused.append(Refused(rollout.rollout_id, None, reason))
             continue
+        refused += unrendered
         assigned = {step.call_id: advantages[rollout.rollout_id, step.call_id] for step in trajectory.steps}
         why = left_out.get(rollout.rollout_id, MISSING_REWARD)
-        rows += _rows(rollout, calls, assigned, why, min_grade, render, refused, notes, target, sampled)
+        rows += _rows(rollout, tree, assigned, why, min_grade, refused, target)
+    if targets:
+        rows = with_values(rows, trajectories, targets)
     shown = sum(int(row.action_mask.sum()) for row in rows) if target == "observations" else 0
     if prefer is not None:
         preferred = prefer(rows, {each.rollout_id: each.total_reward for each in trajectories})
@@ -326,35 +334,33 @@ def is_truncated(rollout: Rollout, calls: Sequence[ModelCall]) -> bool:
 
 def _credit(
     trajectories: Sequence[Trajectory], config: CreditConfig | None, *, is_scored: bool
-) -> tuple[Mapping[tuple[str, str], float | None], Mapping[str, float], Mapping[str, str]]:
+) -> tuple[
+    Mapping[tuple[str, str], float | None],
+    Mapping[str, float],
+    Mapping[str, str],
+    Mapping[tuple[str, str], float],
+]:
+    """Advantages, metrics, what is left out, and targets of values."""
     if config is not None:
         result = assign(trajectories, config)
-        return result.advantages, result.diagnostics.metrics(), result.left_out
+        return result.advantages, result.diagnostics.metrics(), result.left_out, result.value_targets
     ones: dict[tuple[str, str], float | None] = {
         (trajectory.rollout_id, step.call_id): 1.0 for trajectory in trajectories for step in trajectory.steps
     }
     if not is_scored:
-        return ones, {"rollouts/all": float(len(trajectories))}, {}
+        return ones, {"rollouts/all": float(len(trajectories))}, {}, {}
     metrics = assign(trajectories, CreditConfig()).diagnostics.metrics()
-    return ones, {name: value for name, value in metrics.items() if not name.startswith("advantage/")}, {}
+    return ones, {name: value for name, value in metrics.items() if not name.startswith("advantage/")}, {}, {}
 
 
-def _rows(
-    rollout: Rollout,
-    calls: Sequence[ModelCall],
-    assigned: Mapping[str, float | None],
-    unassigned_because: str,
-    min_grade: Grade | str,
-    render: Render | None,
-    refused: list[Refused],
-    notes: Counter[str],
-    target: Target,
-    sampled_tokens: dict[str, int],
-) -> list[Transition]:
-    """Rows of one rollout; every call that none of them trains is refused.
+def _tree(
+    calls: Sequence[ModelCall], render: Render | None, notes: Counter[str], sampled_tokens: dict[str, int]
+) -> tuple[CallTree, list[Refused]]:
+    """The calls of one rollout as a tree, and those that can't be rendered.
 
     `sampled_tokens`, by call, gets the count of replies that are rendered.
     """
+    refused: list[Refused] = []
     sampled = [call for call in calls if call.purpose is not Purpose.EMBEDDING]
     if render is not None:
         sampled = with_unknown_tools(sampled)
@@ -363,6 +369,19 @@ def _rows(
     tree = build_tree([call for call in with_ids if call is not None])
     if render is not None:
         notes[REWRITTEN] += count_rewritten(tree)
+    return tree, refused
+
+
+def _rows(
+    rollout: Rollout,
+    tree: CallTree,
+    assigned: Mapping[str, float | None],
+    unassigned_because: str,
+    min_grade: Grade | str,
+    refused: list[Refused],
+    target: Target,
+) -> list[Transition]:
+    """Rows of one rollout; every call that none of them trains is refused."""
     acting: list[ModelCall] = []
     for call in {node.call.call_id: node.call for node in tree.nodes}.values():
         if (reason := untrained_because(call)) is not None:

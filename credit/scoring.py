@@ -176,6 +176,11 @@ def check_shaping(config: "CreditConfig", used: frozenset[str]) -> None:
     if config.scores is None and (config.shaping != "none" or config.step == "turn_credit"):
         what = f"step {config.step!r}" if config.shaping == "none" else f"shaping {config.shaping!r}"
         raise ConfigError(f"{what} needs scores; set them to a function, 'file.py:name', or to 'reward:NAME'")
+    if config.shaping == "potential" and config.step == "gae":
+        raise ConfigError(
+            "shaping 'potential' adds nothing to step 'gae', whose critic learns what the potential says;"
+            " choose another step term"
+        )
     if config.shaping == "potential" and ("gamma" not in used or config.step == "turn_credit"):
         raise ConfigError(
             "shaping 'potential' changes returns of steps alone, and no term uses them; choose a step term"

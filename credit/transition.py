@@ -23,6 +23,10 @@ class CallSegment:
     """0, 1, ...: order of the call inside its rollout."""
     start: int
     stop: int
+    value: float | None = None
+    """What a critic expected to be still to come, before the call's first token; None: nobody asked one."""
+    value_target: float | None = None
+    """What it should have expected (`values.value_targets`); None: nobody asked one."""
 
 
 @dataclass(frozen=True, slots=True)

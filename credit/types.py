@@ -46,6 +46,9 @@ class Trajectory:
     scores: Sequence[float | None] | None = None
     """Of the state before each step and behind the last one, or a term for each step (`scoring`); None:
     nobody gave any."""
+    values: Sequence[float | None] | None = None
+    """What a critic expected to be still to come, before each step and behind the last one, which counts
+    only where the rollout was cut off; reward units. None: nobody was asked."""
 
     @property
     def total_reward(self) -> float | None:

@@ -28,7 +28,7 @@ from spangrad.credit.aggregation import Aggregation
 from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.settings import check_values
 from spangrad.errors import ConfigError
-from spangrad.trainer.learning.learner_config import LearnerConfig, require
+from spangrad.trainer.learning.learner_config import CriticConfig, LearnerConfig, require
 from spangrad.trainer.preference_config import PreferenceConfig, check_effects
 
 T = TypeVar("T")
@@ -136,7 +136,7 @@ class RolloutConfig:
     """Tasks per update; 1 or more."""
     group_size: int = 8
     """Rollouts of each task; 2 or more, or 1 where nothing is compared inside groups, as with
-    `credit.episode = "running_baseline"`."""
+    `credit.episode = "running_baseline"`, `"value_baseline"` or `credit.step = "gae"`."""
     temperature: float = 1.0
     """Sampling temperature for training rollouts; more than 0."""
     max_staleness: int = 0
@@ -239,6 +239,11 @@ class TrainConfig:
             self.learner.seed,
             f"none: run.seed, {self.run.seed}, seeds the learner of a run",
         )
+
+    @property
+    def critic(self) -> CriticConfig | None:
+        """How the critic learns; None: the credit asks none."""
+        return self.learner.critic or (CriticConfig() if self.credit.needs_values else None)
 
     @property
     def folder(self) -> Path:

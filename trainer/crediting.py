@@ -13,6 +13,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from spangrad.adapters.model_call import Grade, ModelCall
+from spangrad.credit.critic import Critic
 from spangrad.credit.pipeline import CreditedBatch, credited_rows
 from spangrad.credit.scoring import scorer
 from spangrad.store.base import Store
@@ -44,8 +45,17 @@ class Crediting:
         scorer(config.credit, config.base_dir)
         self._vocab_size: int | None = check_model_folder(model).get("vocab_size")
 
-    def rows(self, store: Store, rollouts: Sequence[Rollout], policy_version: int) -> CreditedBatch:
-        """Credit the rollouts, or judge them, as the objective needs; a call's grade must do for it."""
+    def rows(
+        self,
+        store: Store,
+        rollouts: Sequence[Rollout],
+        policy_version: int,
+        critic: Critic | None = None,
+    ) -> CreditedBatch:
+        """Credit the rollouts, or judge them, as the objective needs; a call's grade must do for it.
+
+        `critic` gives values to the terms that ask for some.
+        """
         config = self._config
         batch = credited_rows(
             store,
@@ -53,6 +63,7 @@ class Crediting:
             policy_version=policy_version,
             max_staleness=config.rollout.max_staleness,
             render=self._rendered,
+            critic=critic,
             **row_settings(config),
         )
         if batch.diagnostics.get("shaping/passes") == 0:

@@ -19,7 +19,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,7 +116,12 @@ class Run:
             self._on_note(line)
         start_ray()
         self.learner = start_learner(
-            dataclasses.replace(self.config.learner, model_path=str(self._model), seed=self.config.run.seed)
+            dataclasses.replace(
+                self.config.learner,
+                model_path=str(self._model),
+                seed=self.config.run.seed,
+                critic=self.config.critic,
+            )
         )
         self._resume()
         repair(self.store, self.config, self.keys, self._reward)
@@ -175,7 +180,8 @@ class Run:
                 if report.first_error is not None:
                     logger.warning("update %d: %s", self.update_index, report.first_error)
             credit_started = time.monotonic()
-            batch = self._crediting.rows(self.store, seen, self.policy_version)
+            critic = None if self.config.critic is None else self._values
+            batch = self._crediting.rows(self.store, seen, self.policy_version, critic)
             credit_s += time.monotonic() - credit_started
             informative = self._crediting.informative_groups(batch)
             if informative >= config.informative_groups or (informative and refill == config.refills):
@@ -205,6 +211,10 @@ class Run:
         if any(rollout.status is not RolloutStatus.SUCCEEDED for rollout in rollouts):
             return False
         return said.get("reward/mean", -math.inf) >= sum(earlier) / len(earlier)
+
+    def _values(self, rows: Sequence[Transition]) -> Sequence[Sequence[float]]:
+        values: Sequence[Sequence[float]] = call(self.learner.values, rows)
+        return values
 
     def _run_rollouts(self, refill: int) -> tuple[list[Rollout], list[WorkerReport]]:
         worker = worker_config(

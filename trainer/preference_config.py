@@ -85,6 +85,11 @@ def check_effects(
             f"learner.echo_coef is {learner.echo_coef!r} and preference.target 'observations', which trains "
             "nothing but observations; leave one out"
         )
+    if learner.critic is not None and not credit.needs_values:
+        raise ConfigError(
+            f"learner.critic has no effect with credit.episode {credit.episode!r} and credit.step"
+            f" {credit.step!r}, which ask no critic; leave it out, or choose what uses it"
+        )
     objective = OBJECTIVES[learner.objective]
     used = _MAKES[learner.objective][1] if learner.objective in _MAKES else ()
     changed = [
@@ -115,7 +120,7 @@ def _check_comparisons(learner: LearnerConfig, credit: CreditConfig, group_size:
         what = f"credit.episode {credit.episode!r}" if needs_credit else "learner.objective 'dpo'"
         raise ConfigError(
             f"rollout.group_size is 1, expected 2 or more: {what} compares rollouts of a task; choose "
-            "credit.episode 'running_baseline' for tasks that are run once"
+            "credit.episode 'running_baseline' or 'value_baseline' for tasks that are run once"
         )
     if learner.objective == "gspo" and learner.sequence == "row" and credit.is_per_step:
         raise ConfigError(

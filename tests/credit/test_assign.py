@@ -43,7 +43,10 @@ def trajectory(
         for t, (a, r) in enumerate(zip(anchors, given_rewards, strict=True))
     ]
     scores = [0.5] * (len(steps) + 1)
-    return Trajectory(name, group, reward, steps, {"reward": reward}, scores=scores, baseline=reward)
+    values = [reward] * (len(steps) + 1)
+    return Trajectory(
+        name, group, reward, steps, {"reward": reward}, scores=scores, values=values, baseline=reward
+    )
 
 
 def test_every_step_gets_the_advantage_of_its_rollout():
@@ -300,6 +303,7 @@ TERMS: list[dict[str, Any]] = [
 CHANGED: dict[str, Any] = {
     "step_weight": 0.25,
     "gamma": 0.5,
+    "gae_lambda": 0.5,
     "scale_by_std": False,
     "ddof": 1,
     "eps": 0.3,
@@ -346,6 +350,7 @@ RICH = [
         baseline=reward / 3,
         is_truncated=name == "b",
         scores=[0.1 * ord(name) + 0.25 * t * t for t in range(len(steps) + 1)],
+        values=[0.1 * (ord(name) % 4) + 0.05 * t for t in range(len(steps) + 1)],
     )
     for name, group, reward, steps in (
         ("a", "g", 1.0, [("s", 0.0, 3), ("t", 0.5, 1), ("u", 0.0, 2)]),
@@ -477,7 +482,8 @@ def test_terms_that_need_lengths_say_so():
 
 TREES = {"tree_grpo", "tree_edges", "treerl"}
 anchors_of_groups = st.lists(st.lists(st.text("abc-", max_size=5), min_size=2, max_size=5), max_size=4)
-credits = st.sampled_from(TERMS)
+credits = st.sampled_from([terms for terms in TERMS if terms["step"] != "gae"])
+"""Those that compare rewards with each other; `gae` holds them against values."""
 
 
 @example([["", "a"]], 0.3, {"episode": "grpo", "step": "gigpo_as_published"}, 0.0, False, 0)

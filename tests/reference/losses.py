@@ -74,3 +74,13 @@ def importance_sampling(log_pi, log_mu, a):
     """-> (loss, gradient)."""
     r = math.exp(log_pi - log_mu)
     return -r * a, -r * a
+
+
+def value(v, g, old, *, clip=None):
+    """-> (squared error of a value v of return g, gradient); beyond the clip nothing is gained."""
+    if clip is None:
+        return (v - g) ** 2, 2 * (v - g)
+    near = old + min(max(v - old, -clip), clip)
+    if (near - g) ** 2 > (v - g) ** 2:
+        return (near - g) ** 2, 0.0
+    return (v - g) ** 2, 2 * (v - g)

@@ -17,7 +17,7 @@ from spangrad.trainer.config import (
     load_config,
 )
 from spangrad.trainer.learning.corrections import CorrectionConfig
-from spangrad.trainer.learning.learner_config import LearnerConfig
+from spangrad.trainer.learning.learner_config import CriticConfig, LearnerConfig
 from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.policies.warm_start import WarmStartConfig
 from spangrad.trainer.preference_config import PreferenceConfig
@@ -141,6 +141,7 @@ OUT_OF_RANGE = [
     (RolloutConfig, "informative_groups", 65, "at most 64: groups_per_update with all refills"),
     (CreditConfig, "step_weight", -1.0, "0 or more"),
     (CreditConfig, "gamma", 1.5, "0 to 1"),
+    (CreditConfig, "gae_lambda", 1.5, "0 to 1"),
     (CreditConfig, "ddof", 2, "0 or 1"),
     (CreditConfig, "eps", -1.0, "0 or more"),
     (CreditConfig, "history", -1, "0 or more"),
@@ -277,6 +278,21 @@ def test_observations_are_not_trained_twice(tmp_path):
         load_config(write(tmp_path, MINIMAL), lines)
 
 
+def test_a_critic_is_there_where_the_credit_asks_one_and_refused_elsewhere(tmp_path):
+    file = write(tmp_path, MINIMAL)
+    assert load_config(file, ["credit.step=gigpo"]).critic is None
+    for asks in (["credit.episode=value_baseline"], ["credit.step=gae", "credit.episode=none"]):
+        assert load_config(file, asks).critic == CriticConfig()
+        named = load_config(file, [*asks, "learner.critic={lr = 0.02, clip = 0.5}"])
+        assert named.critic == CriticConfig(lr=0.02, clip=0.5)
+    with pytest.raises(ConfigError, match=r"learner\.critic has no effect with credit\.episode 'grpo' and"):
+        load_config(file, ["learner.critic.lr=0.02"])
+    with pytest.raises(ConfigError, match="did you mean 'steps'"):
+        load_config(file, ["credit.step=gae", "learner.critic.step=3"])
+    with pytest.raises(ConfigError, match=r"credit\.step has no effect with learner\.objective 'kto'"):
+        load_config(file, ["credit.step=gae", "learner.objective=kto"])
+
+
 def test_what_the_objective_uses_is_taken(tmp_path):
     lines = ["learner.objective=awr", "credit.step=gigpo"]
     assert load_config(write(tmp_path, MINIMAL), lines).credit.step == "gigpo"
@@ -295,7 +311,7 @@ UNBOUNDED = {"token_tis", "sequence_tis", "token_band", "geometric_band", "veto_
 
 def test_every_number_of_a_config_is_finite():
     walked = 0
-    for kind in [*kinds_of_configs(), CorrectionConfig]:
+    for kind in [*kinds_of_configs(), CorrectionConfig, CriticConfig]:
         for name, hint in get_type_hints(kind).items():
             for number in (float("inf"), float("nan")):
                 value: Any = {
@@ -342,6 +358,8 @@ def test_the_seed_of_the_learner_is_that_of_the_run(tmp_path):
         (["credit.episode=running_baseline"], None),
         (["credit.episode=none", "credit.step=reinforce_pp"], None),
         (["learner.objective=bc"], None),
+        (["credit.episode=value_baseline"], None),
+        (["credit.step=gae"], None),
         ([], "credit.episode 'grpo'"),
         (["credit.episode=rloo", "credit.step=gigpo"], "credit.episode 'rloo'"),
         (["learner.objective=dpo"], "learner.objective 'dpo'"),

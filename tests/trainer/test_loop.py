@@ -246,6 +246,31 @@ def test_a_term_that_pays_for_going_in_circles_is_said_and_kept_with_the_update(
         Crediting(wrong, run._model)
 
 
+def test_a_run_whose_credit_asks_a_critic_trains_one(config, start, monkeypatch):
+    """The learner is here instead of in an actor; everything else is a run's."""
+    monkeypatch.setattr("spangrad.trainer.loop.call", lambda method, *given, **named: method(*given, **named))
+    credit = CreditConfig(episode="none", step="gae", gamma=1.0, gae_lambda=0.5)
+    config = dataclasses.replace(with_refills(config, 0), credit=credit)
+    run = start(config)
+    settings = {"model_path": str(run._model), "threads": 1, "critic": config.critic}
+    run.learner = Learner(LearnerConfig(**settings))
+    end_rollouts(run.store, config, 0, [1.0, 1.0])  # of one call, and of two; groups would say nothing
+    batch, rollouts, _ = run.collect()
+    # Nothing is expected yet: (1 + 0.5 * 0) behind; before it 0 + 0.5 * 1
+    assert [sample.advantage for sample in batch.samples] == [1.0, 0.5, 1.0]
+    metrics = run.learn(batch, rollouts, {})
+    assert (metrics["value/states"], metrics["credit/dropped_missing_value"]) == (3.0, 0.0)
+    assert metrics["value/loss_fitted"] < metrics["value/loss"]
+    expected = run.learner.values(batch.rows)
+    assert min(map(min, expected)) > 0.0
+    resumed = Learner(LearnerConfig(**settings))
+    resumed.load(run._weights)
+    assert resumed.values(batch.rows) == expected
+    again = Crediting(config, run._model).rows(run.store, rollouts, 0, resumed.values)
+    assert again.rows[0].segments[0].value == pytest.approx(expected[0][0])
+    assert 0.0 < again.samples[0].advantage < 1.0
+
+
 def of_objective(config: TrainConfig, objective: str, **preference: Any) -> TrainConfig:
     return dataclasses.replace(
         with_refills(config, 0),

@@ -286,8 +286,10 @@ ELSEWHERE = {
     "decay_updates", "objective", "epochs_per_update", "minibatches_per_update",
     "max_tokens_per_microbatch", "gradient_checkpointing", "lora_rank", "lora_alpha", "lora_targets",
     "packing", "kl_monitor_rows", "seed", "threads", "correction",
+    "critic",
 }  # fmt: skip
-"""Settings that are not of the loss: `test_learner.py`, `test_lora.py`, `test_corrections.py` walk them."""
+"""Settings that are not of the loss: `test_learner.py`, `test_lora.py`, `test_corrections.py`,
+`test_critic.py` walk them."""
 
 
 def two_calls(seed: int) -> Transition:

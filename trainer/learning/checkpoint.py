@@ -3,6 +3,7 @@
     root/checkpoint-000007/
       weights.safetensors     the policy's weights, or its adapters'
       optimizer.safetensors   optimizer moments, by parameter name
+      critic.safetensors      the value head, if there is one; its moments in critic_optimizer.safetensors
       rng.safetensors         states of the random generators
       state.json              counters, the caller's record, and the size of every other file
 

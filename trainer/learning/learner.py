@@ -1,7 +1,7 @@
 """The learner: rows with advantages in, a changed policy and its numbers out.
 
-Knows: one model, one optimizer, losses, checkpoints. Does not know: Ray, engines, stores,
-rewards, or how advantages were made.
+Knows: one model, one optimizer, a critic where there is one, losses, checkpoints. Does not know: Ray,
+engines, stores, rewards, or how advantages were made.
 
 Shape letters: B rows, T positions, M trained tokens of a batch.
 
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from spangrad.credit.transition import Transition
@@ -34,6 +35,7 @@ from spangrad.errors import PolicyError
 from spangrad.trainer.learning import losses
 from spangrad.trainer.learning.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from spangrad.trainer.learning.corrections import correct
+from spangrad.trainer.learning.critic import Critic, critic_metrics, values_of_calls
 from spangrad.trainer.learning.echo import with_observations
 from spangrad.trainer.learning.learner_config import LearnerConfig, scheduled_lr, update_lr
 from spangrad.trainer.learning.lora import adapter_off, add_adapter, base_digest
@@ -45,6 +47,7 @@ from spangrad.trainer.learning.model import (
     resumable_tensors,
     save_model_folder,
     save_weights,
+    target_hidden,
     target_stats,
     usable_device,
     vocabulary_size,
@@ -53,7 +56,7 @@ from spangrad.trainer.learning.monitors import Totals
 from spangrad.trainer.learning.objective import batch_loss, measure_gap, monitor
 from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.learning.optimizer import load_optimizer, make_optimizer, optimizer_tensors
-from spangrad.trainer.learning.output_head import Entropy, head_form
+from spangrad.trainer.learning.output_head import Entropy, head_form, output_layer
 from spangrad.trainer.learning.packer import Packer, count_batch, told
 from spangrad.trainer.learning.packing import Batch, bucketed_batches, trimmed_length, whole_groups
 from spangrad.trainer.learning.preference import Comparison
@@ -104,6 +107,10 @@ class Learner:
         if config.gradient_checkpointing:
             checkpoint_layers(self.model)
         self._optimizer = make_optimizer(self.model, config)
+        self._critic: Critic | None = None
+        if config.critic is not None:
+            hidden_size = output_layer(self.model).weight.shape[-1]
+            self._critic = Critic(config.critic, hidden_size, betas=config.betas, device=self.device)
         self._vocabulary = vocabulary_size(self.model)
         self.updates = 0
         """Calls of `update` so far, over all resumes."""
@@ -133,8 +140,12 @@ class Learner:
         if config.correction.is_on:
             selection = self._corrected(selection, policy_version, totals)
             seconds["correction"] = time.perf_counter() - start
-        lr = update_lr(config, self.updates)
         self._trained = tokens_of_calls(selection.rows)
+        is_frozen = False
+        if self._critic is not None:
+            self._critic.forget()
+            is_frozen = self._critic.is_alone
+        lr = 0.0 if is_frozen else update_lr(config, self.updates)
         groups = whole_groups(selection.rows)
         parts = min(config.minibatches_per_update, len(groups))
         comparison = self._comparison(selection.rows, seconds)
@@ -145,9 +156,12 @@ class Learner:
                 step_rows = [row for i in indices for row in groups[i]]
                 if comparison is not None:
                     step_rows = comparison.weighed(step_rows, totals, seconds)
-                self._accumulate(step_rows, parts, policy_version, is_first, totals, seconds)
+                self._accumulate(step_rows, parts, policy_version, is_first, is_frozen, totals, seconds)
                 began = time.perf_counter()
-                totals.add_mean("grad/norm", self._step(lr), 1)
+                if not is_frozen:
+                    totals.add_mean("grad/norm", self._step(lr), 1)
+                if self._critic is not None:
+                    self._critic.fit(totals)
                 seconds["optimizer"] += time.perf_counter() - began
                 is_first = False
         self.updates += 1
@@ -155,6 +169,9 @@ class Learner:
         metrics = totals.metrics() | data_metrics(selection, policy_version=policy_version)
         # Losses were summed over microbatches: report what one pass over all rows adds up to.
         metrics |= {k: v / config.epochs_per_update for k, v in metrics.items() if k.startswith("loss/")}
+        if self._critic is not None:
+            self._critic.updates += 1
+            metrics |= critic_metrics(selection.rows)
         if config.uses_ratio:
             metrics = {"gap/mean": math.nan, "gap/max": math.nan} | metrics
         metrics["optimizer/lr"] = lr
@@ -169,6 +186,7 @@ class Learner:
     def _select(self, rows: Sequence[Transition], *, objective: str) -> Selection:
         config = self.config
         needs_all = max(config.entropy_coef, config.kl_coef, config.log_ratio_coef, config.echo_coef) > 0
+        needs_all |= self._critic is not None
         selection = select_rows(rows, objective=objective, needs_all_tokens=needs_all)
         check_vocabulary(selection.rows, size=self._vocabulary, model=config.model_path)
         return selection
@@ -201,10 +219,11 @@ class Learner:
         parts: int,
         policy_version: int | None,
         is_first: bool,
+        is_frozen: bool,
         totals: Totals,
         seconds: dict[str, float],
     ) -> None:
-        """Add the gradient of one optimizer step, microbatch by microbatch.
+        """Add the gradient of one optimizer step, microbatch by microbatch, unless the policy is frozen.
 
         The first step's pass runs on the weights as they were before the update: the
         engine-to-learner gap and the distance to the start are read off it for free.
@@ -229,10 +248,14 @@ class Learner:
                 seconds["reference"] += time.perf_counter() - began
             began = time.perf_counter()
             entropy: Entropy = "grad" if config.entropy_coef > 0 else "value" if is_first else "none"
-            stats = self._stats(batch, use_temperature=use_temperature, entropy=entropy)
-            loss = batch_loss(config, batch, stats, reference_M, totals)
-            # Every step stands for the whole batch: its share of the sum is scaled up.
-            torch.autograd.backward(loss * parts)
+            with torch.set_grad_enabled(not is_frozen):
+                stats = self._stats(batch, use_temperature=use_temperature, entropy=entropy)
+                loss = batch_loss(config, batch, stats, reference_M, totals)
+            if not is_frozen:
+                # Every step stands for the whole batch: its share of the sum is scaled up.
+                torch.autograd.backward(loss * parts)
+            if self._critic is not None:
+                self._critic.see(batch, self._hidden(batch) if stats.hidden_MH is None else stats.hidden_MH)
             if is_first:
                 monitor(config, batch, stats, reference_M, policy_version, totals)
             seconds["forward_backward"] += time.perf_counter() - began
@@ -347,19 +370,45 @@ class Learner:
         check_vocabulary(rows, size=self._vocabulary, model=self.config.model_path)
         return self._logprobs(rows, use_temperature=True)
 
+    def values(self, rows: Sequence[Transition]) -> list[list[float]]:
+        """What the critic expects to be still to come before each call of every row, reward units.
+
+        Returns:
+            For every row a number for each of its segments, read before its first token.
+
+        Raises:
+            PolicyError: The learner has no critic, or a row trains a call without its first token.
+        """
+        critic = self._critic
+        if critic is None:
+            raise PolicyError("the learner has no critic to ask; give it one with learner.critic")
+        check_vocabulary(rows, size=self._vocabulary, model=self.config.model_path)
+        found = self._of_targets(rows, lambda batch: critic.values(self._hidden(batch)))
+        return [values_of_calls(row, values) for row, values in zip(rows, found, strict=True)]
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            return target_hidden(self.model, batch, compute_dtype=_DTYPES[self.config.dtype])
+
     def _logprobs(
         self, rows: Sequence[Transition], *, use_temperature: bool, of_reference: bool = False
     ) -> list[NDArray[np.float32]]:
         """Log-probability of every action token of every row, nats; no gradient."""
-        scores: list[NDArray[np.float32]] = [np.zeros(0, dtype=np.float32) for _ in rows]
+        stats = partial(self._stats, use_temperature=use_temperature, of_reference=of_reference)
+        return self._of_targets(rows, lambda batch: stats(batch).logprobs_M)
+
+    def _of_targets(
+        self, rows: Sequence[Transition], of_batch: Callable[[Batch], Tensor]
+    ) -> list[NDArray[np.float32]]:
+        """A number for every action token of every row; no gradient."""
+        found: list[NDArray[np.float32]] = [np.zeros(0, dtype=np.float32) for _ in rows]
         with torch.no_grad():
             for batch in self._pack(rows):
-                stats = self._stats(batch, use_temperature=use_temperature, of_reference=of_reference)
                 counts = batch.target_mask_BT.sum(dim=1).cpu().numpy()
-                pieces = np.split(stats.logprobs_M.cpu().numpy(), np.cumsum(counts)[:-1])
+                pieces = np.split(of_batch(batch).cpu().numpy(), np.cumsum(counts)[:-1])
                 for index, piece in zip(batch.row_indices, pieces, strict=True):
-                    scores[index] = piece
-        return scores
+                    found[index] = piece
+        return found
 
     def _sums(self, rows: Sequence[Transition], *, of_reference: bool) -> NDArray[np.float64]:
         """Summed log-probability of the action tokens of every row, nats; temperatures are ignored."""
@@ -404,6 +453,9 @@ class Learner:
             "optimizer": optimizer_tensors(self._optimizer, self.model),
             "rng": rng,
         }
+        if self._critic is not None:
+            tensors |= self._critic.tensors()
+            counters["critic_updates"] = self._critic.updates
         return save_checkpoint(root, Checkpoint(tensors, counters, record), keep=keep)
 
     def _adapter(self) -> list[Any] | None:
@@ -441,6 +493,12 @@ class Learner:
             )
         load_weights(self.model, checkpoint.tensors["weights"], where=f"checkpoint {str(folder)!r}")
         load_optimizer(self._optimizer, self.model, checkpoint.tensors["optimizer"])
+        if self._critic is not None:
+            self._critic.restore(checkpoint.tensors, int(checkpoint.counters.get("critic_updates", 0)))
+        elif "critic" in checkpoint.tensors:
+            logger.warning(
+                "checkpoint %r has a critic that nothing asks any more: it is left out", str(folder)
+            )
         torch.set_rng_state(checkpoint.tensors["rng"]["cpu"])
         if self.device.type == "cuda" and "cuda" in checkpoint.tensors["rng"]:
             torch.cuda.set_rng_state(checkpoint.tensors["rng"]["cuda"], self.device)

@@ -19,6 +19,32 @@ SCHEDULES = ("cosine", "linear", "constant")
 
 
 @dataclass(frozen=True, slots=True)
+class CriticConfig:
+    """How the value head learns that `credit.step = "gae"` and `credit.episode = "value_baseline"` ask."""
+
+    lr: float = 0.05
+    """Learning rate of its AdamW: about how far a step moves a value, in reward units; above 0."""
+    steps: int = 10
+    """Steps for each optimizer step of the policy, on the same calls, without a forward pass; 1 or more."""
+    clip: float | None = None
+    """How far an update may take a value and still gain by it, reward units (0.5 in verl), above 0; None: as
+    far as it likes."""
+    warmup_updates: int = 0
+    """First updates, in which the critic learns and the policy stays as it is; 0 or more."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that can't be used."""
+        check_values(self, "learner.critic.")
+        for name, holds, expected in (
+            ("lr", 0 < self.lr < math.inf, "more than 0"),
+            ("steps", self.steps >= 1, "1 or more"),
+            ("clip", self.clip is None or self.clip > 0, "more than 0"),
+            ("warmup_updates", self.warmup_updates >= 0, "0 or more"),
+        ):
+            require(bool(holds), f"learner.critic.{name}", getattr(self, name), expected)
+
+
+@dataclass(frozen=True, slots=True)
 class LearnerConfig:
     """What a learner is made from; checked when made. A changed setting that nothing uses is refused."""
 
@@ -81,6 +107,9 @@ class LearnerConfig:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """What to do about tokens that another policy than the learner's sampled; one table, such as
     `{token_band = [0.5, 5.0]}`. For every objective with a ratio."""
+    critic: CriticConfig | None = None
+    """How the critic learns, if the credit asks one; one table, such as `{lr = 0.02, clip = 0.5}`. None: in a
+    run as by default where the credit asks one; a learner alone has none."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; 0 or more."""
     kl_coef: float = 0.0
@@ -200,6 +229,8 @@ class LearnerConfig:
         unused = frozenset().union(*(one.names for one in OBJECTIVES.values())) - objective.names
         if not objective.uses_ratio:
             unused |= {"log_ratio_coef", "correction"}
+        if not objective.needs_credit:
+            unused |= {"critic"}
         if self.correction.uses_sequences:
             unused -= {"sequence"}
         because = {name: f"with objective {self.objective!r}" for name in unused}
@@ -226,6 +257,12 @@ class LearnerConfig:
             raise ConfigError(
                 "learner.correction.token_tis gives the tokens of a sequence different weights, and gspo has "
                 "one ratio for all of them; choose sequence_tis, or objective 'gspo_token'"
+            )
+        steps = self.epochs_per_update * self.minibatches_per_update
+        if self.critic is not None and self.critic.clip is not None and self.critic.steps * steps == 1:
+            raise ConfigError(
+                f"learner.critic.clip = {self.critic.clip!r} has no effect with learner.critic.steps 1 and"
+                " one optimizer step an update, which begins at the old values; leave it out, or take more"
             )
         needy = {
             "log_ratio_coef": self.log_ratio_coef > 0,

@@ -127,6 +127,8 @@ class TargetStats:
     """Log-probability of each target under the row's temperature, nats, float32 or better."""
     entropy_M: Tensor | None
     """Entropy of the distribution that each target comes from, nats; None where not asked for."""
+    hidden_MH: Tensor | None = None
+    """Last hidden state that predicts each target; None where the model made its own logits of it."""
 
 
 def target_stats(
@@ -157,24 +159,29 @@ def target_stats(
     if temperatures_M is not None and not bool((temperatures_M != 1.0).any()):
         temperatures_M = None
     device_type = mask_BT.device.type
-    with torch.autocast(device_type, dtype=torch.bfloat16, enabled=compute_dtype == torch.bfloat16):
-        if head is None:
-            logits_MV = batch.at_targets(model(**batch.model_inputs(), use_cache=False).logits)
-        else:
-            hidden_BTH = model.base_model(**batch.model_inputs(), use_cache=False).last_hidden_state
     if head is None:
-        stats = stats_of_logits(logits_MV, targets_M, temperatures_M, entropy=entropy)
-    else:
-        stats = stats_of_targets(
-            batch.at_targets(hidden_BTH),
-            output_layer(model),
-            targets_M,
-            temperatures_M,
-            form=head,
-            compute_dtype=compute_dtype,
-            entropy=entropy,
-        )
-    return TargetStats(*stats)
+        with torch.autocast(device_type, dtype=torch.bfloat16, enabled=compute_dtype == torch.bfloat16):
+            logits_MV = batch.at_targets(model(**batch.model_inputs(), use_cache=False).logits)
+        return TargetStats(*stats_of_logits(logits_MV, targets_M, temperatures_M, entropy=entropy))
+    hidden_MH = target_hidden(model, batch, compute_dtype=compute_dtype)
+    stats = stats_of_targets(
+        hidden_MH,
+        output_layer(model),
+        targets_M,
+        temperatures_M,
+        form=head,
+        compute_dtype=compute_dtype,
+        entropy=entropy,
+    )
+    return TargetStats(*stats, hidden_MH)
+
+
+def target_hidden(model: PreTrainedModel, batch: Batch, *, compute_dtype: torch.dtype) -> Tensor:
+    """The last hidden states that predict the targets of a batch, (M, H) in mask order."""
+    device_type = batch.target_mask_BT.device.type
+    with torch.autocast(device_type, dtype=torch.bfloat16, enabled=compute_dtype == torch.bfloat16):
+        hidden_BTH = model.base_model(**batch.model_inputs(), use_cache=False).last_hidden_state
+    return batch.at_targets(hidden_BTH)
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:

@@ -59,6 +59,10 @@ class Batch:
     """int64; which call sampled the predicted token: a number of its own in this batch, whatever the row."""
     temperatures_BT: Tensor
     """float32; the row's sampling temperature, 1 where it was 0 (engines report greedy logprobs at 1)."""
+    values_BT: Tensor
+    """float32; what a critic said before the predicted token, if that is a call's first; NaN: nothing."""
+    value_targets_BT: Tensor
+    """float32; what it should have said there; NaN: nothing."""
     pack: Pack | None = None
     """None: padded rows."""
 
@@ -140,6 +144,7 @@ def target_tensors(
     weights = np.zeros(shape, dtype=np.float32)
     versions = np.full(shape, -1, dtype=np.int64)
     temperatures = np.ones(shape, dtype=np.float32)
+    values, value_targets = np.full((2, *shape), np.nan, dtype=np.float32)
     row_ids = np.repeat(np.arange(shape[0])[:, None], shape[1], axis=1)
     # A trained token outside every segment counts as of one more call of its row.
     call_ids = row_ids.copy()
@@ -155,6 +160,9 @@ def target_tensors(
         for segment in row.segments:
             call_ids[b, t][(places >= segment.start) & (places < segment.stop)] = calls
             calls += 1
+            for told, number in ((values, segment.value), (value_targets, segment.value_target)):
+                if number is not None:
+                    told[b, t][places == segment.start] = number
         temperatures[b, :] = row.temperature if row.temperature > 0 else 1.0
     return {
         "target_ids_BT": torch.from_numpy(target_ids),
@@ -166,6 +174,8 @@ def target_tensors(
         "row_ids_BT": torch.from_numpy(row_ids),
         "call_ids_BT": torch.from_numpy(call_ids),
         "temperatures_BT": torch.from_numpy(temperatures),
+        "values_BT": torch.from_numpy(values),
+        "value_targets_BT": torch.from_numpy(value_targets),
     }
 
 

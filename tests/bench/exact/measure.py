@@ -25,7 +25,6 @@ import numpy as np
 
 from spangrad.credit.assign import assign
 from spangrad.credit.credit_config import CreditConfig, Episode, StepName
-from spangrad.credit.gae import gae_steps
 from spangrad.credit.groups import Floats, Ints
 from spangrad.credit.reinforce_pp import reinforce_pp
 from spangrad.credit.running import running_baselines
@@ -152,7 +151,7 @@ def _to_go(rewards_RT: Floats) -> Floats:
 
 
 def draw(mdp: Mdp, groups: int, seed: int) -> Data:
-    """Sample groups; what the last step of a rollout earns is its outcome."""
+    """Sample groups; what the last step of a rollout earns is its outcome, and a critic knows V exactly."""
     sampled = sample(mdp, groups, SIZE, np.random.default_rng(seed))
     rollout_index_S, step_index_S = np.nonzero(sampled.states_RT != END)
     is_last_S = np.r_[rollout_index_S[1:] != rollout_index_S[:-1], True]
@@ -173,6 +172,7 @@ def draw(mdp: Mdp, groups: int, seed: int) -> Data:
         steps[rollout].append(step)
     baselines = running_baselines(sampled.rewards_RT.sum(axis=1), sampled.states_RT[:, 0])
     expected = [None if np.isnan(baseline) else float(baseline) for baseline in baselines]
+    ahead_TX = np.array(values(mdp))
     trajectories = [
         Trajectory(
             rollout_id=str(n),
@@ -181,6 +181,7 @@ def draw(mdp: Mdp, groups: int, seed: int) -> Data:
             steps=own,
             components={DEFAULT_REWARD: float(outcomes[n])} if is_outcome else {},
             baseline=expected[n],
+            values=[*ahead_TX[np.arange(len(own)), sampled.states_RT[n, : len(own)]].tolist(), 0.0],
         )
         for n, own in enumerate(steps)
     ]
@@ -191,7 +192,7 @@ def draw(mdp: Mdp, groups: int, seed: int) -> Data:
 def composable() -> dict[str, CreditConfig]:
     """Every pair of terms that `CreditConfig` takes, with and without division, undiscounted.
 
-    Terms alone also shrunk by evidence.
+    Terms alone also shrunk by evidence, and `gae` also where it trusts returns alone.
     """
     found: dict[str, CreditConfig] = {}
     for episode, step in product((NONE, *EPISODES), (NONE, *STEPS)):
@@ -206,6 +207,8 @@ def composable() -> dict[str, CreditConfig]:
             variants.append(replace(config, scale_by_std=False))
         if "evidence_prior" in config.settings_used() and episode == NONE:
             variants += [replace(variant, evidence_prior=2.0) for variant in variants]
+        if "gae_lambda" in config.settings_used() and episode == NONE:
+            variants.append(replace(config, gae_lambda=1.0))
         found |= {name_of(variant): variant for variant in variants}
     return found
 
@@ -241,15 +244,6 @@ def composed(singles: Mapping[str, Floats], config: CreditConfig) -> Floats:
     return first + config.step_weight * second[0] if second else first
 
 
-def _values_known(data: Data) -> Floats:
-    ahead_TX = np.array(values(data.mdp))
-    states_S = data.sampled.states_RT[data.rollout_index_S, data.step_index_S]
-    values_S = ahead_TX[data.step_index_S, states_S]
-    starts = np.flatnonzero(data.step_index_S == 0)[1:]
-    parts = zip(np.split(data.rewards_S, starts), np.split(values_S, starts), strict=True)
-    return np.concatenate([gae_steps(r_T, v_T, gamma=1.0, lam=1.0) for r_T, v_T in parts])
-
-
 def _mt_grpo(data: Data) -> Floats:
     if data.mdp.horizon != 2 or (data.sampled.states_RT == END).any():
         raise CreditError("mt_grpo needs two turns in every rollout")
@@ -277,7 +271,6 @@ FUNCTIONS: Mapping[str, Callable[[Data], Floats]] = {
     "per_turn_index:scale_by_std=true": lambda data: _per_turn(data, scale_by_std=True),
     "mt_grpo": _mt_grpo,
     "reinforce_pp": lambda data: reinforce_pp(data.returns_S, np.ones(len(data.returns_S), dtype=np.int64)),
-    "gae_steps, exact values": _values_known,
 }
 """Estimators that are functions only. Raise CreditError for rollouts that they are not for."""
 

@@ -28,6 +28,8 @@ CREDIT = Path(__file__).resolve().parents[3] / "credit"
 GROUPS = 600
 GIGPO = "gigpo:scale_by_std=false"
 OURS = ("rloo", "leave_one_out_to_go", GIGPO)
+VALUED = ("value_baseline", "gae:gae_lambda=1", "gae")
+"""With the exact values as critic, from the noisiest."""
 INDEXED = "per_turn_index"
 
 
@@ -81,7 +83,7 @@ def test_z_is_standard_where_nothing_is_biased() -> None:
 @pytest.fixture(scope="module")
 def held() -> dict[str, dict[str, Held | None]]:
     problems = [make() for make in (stop_or_continue, risky_stop, chain, two_turns, bandit)]
-    return {mdp.name: measure(mdp, GROUPS, 0, (*OURS, INDEXED)) for mdp in problems}
+    return {mdp.name: measure(mdp, GROUPS, 0, (*OURS, *VALUED, INDEXED)) for mdp in problems}
 
 
 @pytest.mark.parametrize("problem", ["stop", "risky stop", "chain"])
@@ -95,14 +97,30 @@ def test_normalising_per_turn_index_is_not_biased_with_a_fixed_number_of_turns(h
 
 
 @pytest.mark.parametrize("problem", ["stop", "risky stop", "chain", "two turns", "bandit"])
-@pytest.mark.parametrize("name", ["rloo", "leave_one_out_to_go"])
-def test_leaving_one_out_is_exact(held, problem: str, name: str) -> None:
+@pytest.mark.parametrize("name", ["rloo", "leave_one_out_to_go", *VALUED])
+def test_leaving_one_out_and_values_of_states_are_exact(held, problem: str, name: str) -> None:
     assert held[problem][name].is_exact
 
 
 @pytest.mark.parametrize("problem", ["stop", "risky stop", "bandit"])
 def test_gigpo_is_not_biased_where_all_rollouts_pass_the_same_states(held, problem: str) -> None:
     assert not held[problem][GIGPO].is_biased
+
+
+@pytest.mark.parametrize("problem", ["chain", "two turns"])
+def test_a_critic_that_knows_each_state_is_less_noisy_the_more_it_is_trusted(held, problem: str) -> None:
+    noises = [held[problem][name].noise for name in VALUED]
+    assert noises == sorted(noises, reverse=True) and noises[0] < held[problem]["rloo"].noise
+
+
+def test_a_critic_that_is_wrong_biases_what_trusts_it_alone() -> None:
+    data = draw(chain(), GROUPS, seed=1)
+    wrong = [replace(one, values=[3.0 - t for t in range(len(one.steps) + 1)]) for one in data.trajectories]
+    known, truth_D = composable(), true_gradient(data.mdp).reshape(-1)
+    configs = [known["value_baseline"], known["gae:gae_lambda=1"], replace(known["gae"], gae_lambda=0.0)]
+    found = [assigned(replace(data, trajectories=wrong), config) for config in configs]
+    held = [hold(data.estimates(advantages_S), truth_D) for advantages_S in found]
+    assert [(one.is_exact, one.is_biased) for one in held] == [(True, False), (True, False), (False, True)]
 
 
 def test_leave_one_out_to_go_is_less_noisy_than_rloo_on_long_rollouts(held) -> None:

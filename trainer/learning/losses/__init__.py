@@ -25,6 +25,7 @@ from spangrad.trainer.learning.losses.masking import MAX_LOG_RATIO, log_ratio, w
 from spangrad.trainer.learning.losses.ppo import ppo_clip_loss
 from spangrad.trainer.learning.losses.preference import dpo_loss, kto_loss, kto_reference_point
 from spangrad.trainer.learning.losses.sapo import sapo_loss
+from spangrad.trainer.learning.losses.values import value_loss
 
 __all__ = [
     "MAX_LOG_RATIO",
@@ -45,5 +46,6 @@ __all__ = [
     "ppo_clip_loss",
     "sapo_loss",
     "token_entropy",
+    "value_loss",
     "weighted_sum",
 ]
