@@ -40,7 +40,7 @@ INT_COLUMNS: Final[Mapping[str, str]] = {
 }
 CALLS_PER_ROLLOUT = 8
 INDEX_BYTES = 64 * 2**20
-KNOWN_MESSAGES = 200_000
+KNOWN_MESSAGES = 50_000
 
 _SEPARATOR = re.compile(r"[ \t\n\r]*,[ \t\n\r]*")
 _decode_at = json.JSONDecoder().raw_decode
@@ -93,8 +93,36 @@ class _Call:
         )
 
 
+class _Recent:
+    """The last calls of the rollouts that were heard of last."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._size_bytes = 0
+        self._calls: OrderedDict[str, list[_Call]] = OrderedDict()
+
+    def get(self, rollout: str) -> Sequence[_Call]:
+        return self._calls.get(rollout, ())
+
+    def pop(self, rollout: str) -> Sequence[_Call]:
+        calls = self._calls.pop(rollout, ())
+        self._size_bytes -= sum(call.size_bytes() for call in calls)
+        return calls
+
+    def put(self, rollout: str, calls: list[_Call]) -> None:
+        """Add a rollout that is not there; what was heard of longest ago makes room."""
+        self._calls[rollout] = calls
+        self._size_bytes += sum(call.size_bytes() for call in calls)
+        while self._size_bytes > self._limit_bytes and self._calls:
+            self.pop(next(iter(self._calls)))
+
+
 class Compactor:
-    """Packs attributes, remembering the last calls of each rollout."""
+    """Packs attributes, remembering the last calls of each rollout.
+
+    Rollouts of which one call has come have a quarter of the index to themselves: most of those that make no
+    other would else push out the ones that grow.
+    """
 
     def __init__(self, index_bytes: int = INDEX_BYTES) -> None:
         """Start with an empty index of at most about `index_bytes`."""
@@ -103,13 +131,13 @@ class Compactor:
 
     def forget(self) -> None:
         """Empty the index: after a transaction that did not commit."""
-        self._calls: OrderedDict[str, list[_Call]] = OrderedDict()
-        self._size_bytes = 0
+        self._begun = _Recent(self._index_bytes // 4)
+        self._growing = _Recent(self._index_bytes - self._index_bytes // 4)
         self._messages: OrderedDict[str, None] = OrderedDict()
 
     def pack(self, span: Span, rollout: str) -> tuple[dict[str, Any], dict[str, str]]:
         """Columns of a span's attributes, and the messages that they refer to and that may be new."""
-        earlier = self._calls.get(rollout, ())
+        earlier = self._growing.get(rollout) or self._begun.get(rollout)
         call = _Call(f"{span.trace_id}-{span.span_id}")
         columns: dict[str, Any] = {"message_ids": None}
         contents: dict[str, str] = {}
@@ -140,15 +168,9 @@ class Compactor:
         return None
 
     def _remember(self, rollout: str, call: _Call) -> None:
-        calls = self._calls.setdefault(rollout, [])
-        self._calls.move_to_end(rollout)
-        kept = [old for old in calls if not call.has_all_of(old)][1 - CALLS_PER_ROLLOUT :]
-        self._size_bytes += call.size_bytes() + sum(old.size_bytes() for old in kept)
-        self._size_bytes -= sum(old.size_bytes() for old in calls)
-        calls[:] = [*kept, call]
-        while self._size_bytes > self._index_bytes and self._calls:
-            _, dropped = self._calls.popitem(last=False)
-            self._size_bytes -= sum(old.size_bytes() for old in dropped)
+        earlier = self._growing.pop(rollout) or self._begun.pop(rollout)
+        kept = [old for old in earlier if not call.has_all_of(old)][1 - CALLS_PER_ROLLOUT :]
+        (self._growing if earlier else self._begun).put(rollout, [*kept, call])
 
     def _unknown(self, contents: dict[str, str]) -> dict[str, str]:
         unknown = {key: text for key, text in contents.items() if key not in self._messages}

@@ -262,6 +262,18 @@ def test_forgetting_recent_calls_changes_no_result(
     assert stored == {s.span_id: s for s in spans}
 
 
+def test_rollouts_of_one_call_do_not_push_out_those_that_grow() -> None:
+    compactor = compact.Compactor(100_000)
+    *first, third = conversation(new_trace(), "r", 3)
+    for one in first:
+        compactor.pack(one, "r")
+    for number in range(60):
+        for single in conversation(new_trace(), f"single-{number}", 1):
+            compactor.pack(single, f"single-{number}")
+    columns, _ = compactor.pack(third, "r")
+    assert len(columns["new_prompt_token_ids"]) == 40
+
+
 def test_the_same_batch_twice_is_stored_once_also_after_reopening(tmp_path: Path) -> None:
     body = request(conversation(new_trace(), "r", 5))
     with FileStore(tmp_path / "s.duckdb") as store:
