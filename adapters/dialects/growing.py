@@ -58,10 +58,11 @@ def growing_messages(text: str, notes: list[str]) -> list[dict[str, Any]]:
         own: list[str] = []
         messages = chat_messages(json.loads(text), own)
         array = _Array(text[:-1], messages, tuple(own))
-    if text.endswith("]") and array.messages:
+    if text.endswith("]") and array.messages and not (known and known[0] is array):
         others = [each for each in known if not array.body.startswith(each.body)]
         known[:] = [array, *others][:_KEPT]
-    notes += [note for note in array.notes if note not in notes]
+    if array.notes:
+        notes += [note for note in array.notes if note not in notes]
     return array.messages
 
 
