@@ -20,13 +20,17 @@ _COLORS = ("#555555", "#c62828", "#ef8f00", "#3d7fd9", "#00838f", "#8e24aa", "#2
 def curve(runs: Runs, name: str, how: str, length: str | None) -> Curve:
     """Success of one combination over updates; `length` None: of all tasks.
 
-    A run that ended early, with nothing left to learn, keeps its last values.
+    A run that ended early keeps its last values; one that stopped has no sampled ones after its start.
     """
-    curves = [(run["name"], _curve_of(run, how, length)) for run in runs]
+    lacks_end = {
+        run["seed"] for run in runs if run["name"] == name and run.get("has_stopped") and how == "sampled"
+    }
+    curves = [(run["name"], run["seed"], _curve_of(run, how, length)) for run in runs]
     found: Curve = defaultdict(list)
-    for update in sorted({update for _, each in curves for update in each}):
-        for whose, each in curves:
-            if whose == name and (earlier := [other for other in each if other <= update]):
+    for update in sorted({update for _, _, each in curves for update in each}):
+        for whose, seed, each in curves:
+            is_told = whose == name and (update in each or seed not in lacks_end)
+            if is_told and (earlier := [other for other in each if other <= update]):
                 found[update].append(each[max(earlier)])
     return dict(found)
 
@@ -63,7 +67,9 @@ def table(runs: Runs) -> str:
         cells += [_last(curve(runs, name, how, None)) for how in ("greedy", "sampled")]
         told = "yes" if combination.has_steps else "no"
         head = f"| `{combination.credit}` | `{combination.objective}` | {told} |"
-        lines.append(f"{head} {' | '.join(cells)} | {len(seeds)} |")
+        stopped = sum(run["name"] == name and run.get("has_stopped", False) for run in runs)
+        cells.append(f"{len(seeds)}, {stopped} of them stopped" if stopped else str(len(seeds)))
+        lines.append(f"{head} {' | '.join(cells)} |")
     start = [_first(curve(runs, runs[0]["name"], how, longest)) for how in ("greedy", "sampled")]
     start += ["", *(_first(curve(runs, runs[0]["name"], how, None)) for how in ("greedy", "sampled"))]
     return "\n".join([*lines, f"| before | | | {' | '.join(start)} | |"])

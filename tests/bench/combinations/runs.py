@@ -87,30 +87,45 @@ def run(example: str, name: str, seed: int, out: Path, *, keep: bool = False) ->
     for change in COMBINATIONS[name].changes:
         command += ["--set", change]
     print("$ spangrad", " ".join(command[3:]), flush=True)
-    last = ""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
+    last, errors = "", out / f"{name}-{seed}.err"
+    with (
+        errors.open("w") as stderr,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as demo,
+    ):
         for last in demo.stdout or ():
             print("   ", last, end="", flush=True)
-    if demo.returncode:
-        raise SystemExit(f"{name}, seed {seed}: the demo ended with exit code {demo.returncode}")
-    told = json.loads(last)
-    with open_store(told["store"]) as store:
-        points = points_of(store)
-    found = {
+    told = {} if demo.returncode else json.loads(last)
+    why = errors.read_text().strip().rpartition("\n")[2]
+    if demo.returncode and "nothing to learn" not in why:
+        raise SystemExit(f"{name}, seed {seed}: the demo ended with exit code {demo.returncode}: {why}")
+    found = record(example, name, seed, folder, minutes=told.get("minutes"))
+    part = _file(out, name, seed).with_suffix(".part")
+    part.write_text(json.dumps(found, indent=1))
+    part.rename(_file(out, name, seed))
+    errors.unlink()
+    if not keep:
+        shutil.rmtree(folder)
+    return found
+
+
+def record(example: str, name: str, seed: int, folder: Path, *, minutes: float | None) -> dict[str, Any]:
+    """What the newest demo in a folder measured.
+
+    `minutes` None: training stopped before its end, since no group's rollouts differed and all was worse
+    than before; there is no evaluation after it.
+    """
+    with open_store(max(folder.glob("*/store.duckdb"))) as store:
+        points, updates = points_of(store), len(store.updates())
+    return {
         "name": name,
         "seed": seed,
         "example": Path(example).name,
         "date": time.strftime("%Y-%m-%d"),
-        "minutes": told["minutes"],
-        "updates": told["updates"],
+        "minutes": minutes,
+        "updates": updates,
+        "has_stopped": minutes is None,
         "points": points,
     }
-    part = _file(out, name, seed).with_suffix(".part")
-    part.write_text(json.dumps(found, indent=1))
-    part.rename(_file(out, name, seed))
-    if not keep:
-        shutil.rmtree(folder)
-    return found
 
 
 def points_of(store: Store, *, authors: Sequence[str] = ("evaluator", "operator")) -> list[dict[str, Any]]:

@@ -69,6 +69,20 @@ def test_a_run_that_ended_early_keeps_its_last_values():
     }
 
 
+def test_a_run_that_stopped_keeps_its_last_greedy_value_and_has_no_sampled_one():
+    stopped = measured("gigpo-ppo", 2, 0.1) | {"has_stopped": True, "updates": 5}
+    stopped["points"] = [
+        point | {"update": min(point["update"], 4)}
+        for point in stopped["points"]
+        if point["update"] == 0 or point["how"] == "greedy"
+    ]
+    runs = [*RUNS, stopped]
+    assert curve(runs, "gigpo-ppo", "greedy", "10")[8] == [0.9, 0.7, 0.1]
+    assert curve(runs, "gigpo-ppo", "sampled", "10") == {0: [0, 0, 0], 8: [0.9, 0.7]}
+    assert "| 57% (10% to 90%) | 80% (70% to 90%) |" in table(runs)
+    assert "| 3, 1 of them stopped |" in table(runs)
+
+
 def test_picture_has_a_line_and_a_band_for_each_combination_in_each_panel():
     picture = svg(RUNS)
     assert picture.count("<polyline") == picture.count("<polygon") == 2 * 2 * 2
