@@ -388,10 +388,12 @@ def test_gspo_takes_no_credit_of_steps_where_a_row_is_the_sequence(tmp_path, cre
         load_config(file, fine)
 
 
-def test_corrections_are_a_config_and_no_mapping():
+def test_corrections_and_a_critic_are_configs_and_no_mappings():
     wrong: Any = {"token_tis": 2.0}
     with pytest.raises(ConfigError, match=r"learner.correction is .*, expected a CorrectionConfig"):
         LearnerConfig(correction=wrong)
+    with pytest.raises(ConfigError, match=r"learner.critic is .*, expected a CriticConfig"):
+        LearnerConfig(critic=wrong)
 
 
 def test_without_refills_no_number_of_informative_groups_has_an_effect():

@@ -162,6 +162,8 @@ class LearnerConfig:
             self.correction,
             "a CorrectionConfig",
         )
+        is_critic = self.critic is None or isinstance(self.critic, CriticConfig)
+        require(is_critic, "learner.critic", self.critic, "a CriticConfig")
         objective = OBJECTIVES.get(self.objective)
         require(
             objective is not None, "learner.objective", self.objective, one_of(self.objective, OBJECTIVES)
