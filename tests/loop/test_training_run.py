@@ -131,8 +131,8 @@ def test_a_killed_trainer_continues_and_trains_nothing_twice_or_never(ground):
         # A moment inside the next update that no line of the loop was chosen for.
         wait_until(partial(happens, rng), 60)
         process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL, "it ended before it was killed"
+        _, err = process.communicate()
+        assert process.returncode == -signal.SIGKILL, f"it ended before it was killed: {err}"
     code, out, err = end(ground.start(config))
     assert code == 0, err
     assert out.startswith("continuing run 'killed' at update ")
