@@ -15,7 +15,7 @@ from spangrad.credit.labels import best, labelled
 from spangrad.credit.maxrl import maxrl
 from spangrad.credit.opo import opo
 from spangrad.credit.pairs import Preferred, paired
-from spangrad.credit.pass_at_k import best_of_group
+from spangrad.credit.pass_at_k import best_of_group, pass_at_k, pass_hat_k
 from spangrad.credit.pipeline import CreditedBatch, credited_rows
 from spangrad.credit.reflection import Rationale, Reflections, Tried, reflected
 from spangrad.credit.reinforce_pp import (
@@ -83,6 +83,8 @@ __all__ = [
     "opo",
     "overlong_penalty",
     "paired",
+    "pass_at_k",
+    "pass_hat_k",
     "per_turn_index",
     "potential_based",
     "reflected",

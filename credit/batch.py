@@ -32,7 +32,8 @@ def batch_of(
     rewards_S = np.array([step.reward or 0.0 for step in steps], dtype=np.float64)
     outcomes_N = np.array([trajectory.reward or 0.0 for trajectory in known], dtype=np.float64)
     rewards_S[ends_N[lengths_N > 0] - 1] += outcomes_N[lengths_N > 0]
-    group_ids_N = labels([group_of(trajectory) for trajectory in known])
+    # By name: which groups a filter leaves out must not depend on the order of rollouts.
+    group_ids_N = np.unique([group_of(trajectory) for trajectory in known], return_inverse=True)[1]
     rollout_index_S = np.repeat(np.arange(len(known)), lengths_N)
     exact_S = _exact_anchors(steps)
     anchors_S = exact_S

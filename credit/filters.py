@@ -35,7 +35,7 @@ def top_share_by_spread(returns_N: Floats, group_ids_N: Ints, share: float) -> B
     Raises:
         CreditError: The share is outside its range, shapes differ, or a return is not finite.
 
-    Groups without spread never stay. Of groups of equal spread the ones that come first do.
+    Groups without spread never stay. Of groups of equal spread those of lower ids do.
     """
     if not 0.0 < share <= 1.0:
         raise CreditError(f"share is {share!r}; expected above 0, at most 1")
@@ -55,7 +55,7 @@ def top_p_by_spread(returns_N: Floats, group_ids_N: Ints, p: float) -> Bools:
     Raises:
         CreditError: p is outside its range, shapes differ, or a return is not finite.
 
-    Groups without spread never stay. Of groups of equal spread the ones that come first do.
+    Groups without spread never stay. Of groups of equal spread those of lower ids do.
     """
     if not 0.0 < p <= 1.0:
         raise CreditError(f"p is {p!r}; expected above 0, at most 1")
@@ -95,8 +95,9 @@ def overlong_penalty(lengths_N: Ints, *, limit: int, buffer: int, factor: float 
 
 
 def _spreads(returns_N: Floats, group_ids_N: Ints) -> tuple[Ints, Floats]:
-    """Groups in order of their first rollout, and their standard deviations."""
+    """Groups in order of their ids, and their standard deviations, equal ones without a rounding apart."""
     pools = pool_statistics(returns_N, group_ids_N, ddof=0)
     names, first = np.unique(group_ids_N, return_index=True)
-    order = np.argsort(first)
-    return names[order], pools.std_X[first[order]]
+    stds = pools.std_X[first]
+    scale = float(stds.max(initial=0.0)) or 1.0
+    return names, np.round(stds / scale, 12) * scale

@@ -4,6 +4,7 @@ Shape letters: X numbers, each with a label.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,9 @@ from spangrad.errors import CreditError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+_ROUNDING: Final = 8 * float(np.finfo(np.float64).eps)
+"""Numbers that differ by so much of their size are equal: .1 + .2 and .3."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,8 +41,8 @@ def pool_statistics(values_X: Floats, labels_X: Ints, *, ddof: int) -> PoolStati
     Raises:
         CreditError: Shapes differ, or a number is not finite.
 
-    Where all numbers of a pool are equal, the standard deviation is exactly 0 and the mean exactly
-    that number: no rounding makes a signal of nothing.
+    Where all numbers of a pool are equal, up to a few units in the last place, the standard deviation is
+    exactly 0 and the mean exactly the first one: no rounding makes a signal of nothing.
     """
     if values_X.shape != labels_X.shape or values_X.ndim != 1:
         raise CreditError(
@@ -50,7 +54,9 @@ def pool_statistics(values_X: Floats, labels_X: Ints, *, ddof: int) -> PoolStati
     first, pool_X = _pools(labels_X)
     counts = np.bincount(pool_X, minlength=len(first))
     # Around the pool's first member, so that equal numbers give exact zeros.
-    offset_X = values_X - values_X[first][pool_X]
+    first_X = values_X[first][pool_X]
+    offset_X = values_X - first_X
+    offset_X[np.abs(offset_X) <= _ROUNDING * np.abs(first_X)] = 0.0
     mean_offset = np.bincount(pool_X, weights=offset_X, minlength=len(first)) / np.maximum(counts, 1)
     squares_X = (offset_X - mean_offset[pool_X]) ** 2
     free = counts - ddof

@@ -1,11 +1,44 @@
-"""Advantages for the best of a group: what counts is that one of k succeeds.
+"""One of k succeeds, or all of k do: how often, and advantages for the best of a group.
 
 Shape letters: N rollouts.
 """
 
+from math import comb
+
 import numpy as np
 
 from spangrad.credit.groups import Floats, Ints, pool_statistics
+from spangrad.errors import CreditError
+
+
+def pass_at_k(rollouts: int, successes: int, k: int) -> float:
+    """Chance that at least one of k rollouts of a task succeeds, estimated without bias from n of them.
+
+        pass@k = 1 - C(n - c, k) / C(n, k)
+
+    Source: arXiv:2107.03374. Of several tasks take the mean over tasks, never over rollouts.
+
+    Args:
+        rollouts: n, graded rollouts of one task.
+        successes: c, those that succeeded; 0 to n.
+        k: 1 to n.
+
+    Raises:
+        CreditError: c or k is outside its range: with fewer than k rollouts it is not defined.
+    """
+    _check_counts(rollouts, successes, k)
+    return 1.0 - comb(rollouts - successes, k) / comb(rollouts, k)
+
+
+def pass_hat_k(rollouts: int, successes: int, k: int) -> float:
+    """Chance that all of k rollouts of a task succeed: how reliable the policy is.
+
+        pass^k = C(c, k) / C(n, k)
+
+    Source: tau-bench, arXiv:2406.12045. Arguments and errors as in `pass_at_k`.
+    """
+    _check_counts(rollouts, successes, k)
+    return comb(successes, k) / comb(rollouts, k)
 
 
 def best_of_group(
@@ -43,3 +76,11 @@ def best_of_group(
     scale = pools.std_X[first] + eps if scale_by_std else np.ones(len(first))
     advantages_N[first] = np.divide(lead, scale, out=np.zeros(len(first)), where=lead > 0)
     return advantages_N
+
+
+def _check_counts(rollouts: int, successes: int, k: int) -> None:
+    if not 0 <= successes <= rollouts or not 1 <= k <= rollouts:
+        raise CreditError(
+            f"{successes!r} of {rollouts!r} rollouts succeeded, k is {k!r}; expected 0 to {rollouts!r}"
+            f" successes and a k of 1 to {rollouts!r}"
+        )

@@ -10,7 +10,7 @@ from spangrad.credit.gdpo import gdpo
 from spangrad.credit.grpo import dr_grpo, grpo
 from spangrad.credit.maxrl import maxrl
 from spangrad.credit.opo import opo
-from spangrad.credit.pass_at_k import best_of_group
+from spangrad.credit.pass_at_k import best_of_group, pass_at_k, pass_hat_k
 from spangrad.credit.reinforce_pp import (
     reinforce_pp,
     reinforce_pp_baseline,
@@ -179,3 +179,19 @@ def test_a_constant_added_to_all_returns_changes_nothing(rollouts, constant):
     R, G, L = (np.array([m[i] for m in rollouts]) for i in range(3))
     for estimate in (reinforce_pp_baseline, lambda r, g: opo(r, g, L), lambda r, g: reinforce_pp(r, L)):
         assert_allclose(estimate(R + constant, G), estimate(R, G), rtol=1e-6, atol=1e-6)
+
+
+def test_pass_at_k_and_pass_hat_k_of_the_golden_numbers():
+    found = [[one(8, 3, k) for k in (1, 2, 4, 8)] for one in (pass_at_k, pass_hat_k)]
+    assert_allclose(found, [[0.375, 0.642857, 0.928571, 1.0], [0.375, 0.107143, 0.0, 0.0]], atol=5e-7)
+
+
+@pytest.mark.parametrize("counts", [(8, 9, 1), (8, -1, 1), (8, 3, 0), (8, 3, 9), (0, 0, 1)])
+def test_pass_at_k_is_refused_where_it_is_not_defined(counts):
+    for one in (pass_at_k, pass_hat_k):
+        with pytest.raises(CreditError, match="expected 0 to"):
+            one(*counts)
+
+
+def test_returns_that_a_rounding_tells_apart_are_equal():
+    assert grpo(np.array([0.1 + 0.2, 0.3, 0.3]), np.zeros(3, dtype=np.int64)).tolist() == [0, 0, 0]

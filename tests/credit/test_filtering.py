@@ -46,6 +46,14 @@ def test_filters_are_applied_in_their_order_and_each_counts_what_it_leaves_out()
     assert left_out(BATCH) == {}
 
 
+@pytest.mark.parametrize("settings", [{"top_share": 0.5}, {"top_p": 0.5}])
+def test_which_of_equal_groups_stay_depends_on_no_order(settings):
+    tied = [one for name in "abcd" for one in group(name, 1.0, 0.0)]
+    config = CreditConfig(filters=(next(iter(settings)),), **settings)
+    found = [assign(batch, config).left_out for batch in (tied, tied[::-1])]
+    assert found[0] == found[1] and len(found[0]) == 4
+
+
 def test_what_is_left_out_has_no_advantage_but_a_reason_and_no_part_in_statistics():
     config = CreditConfig(episode="reinforce_pp_baseline", filters=("top_share",), top_share=0.25, eps=0.0)
     result = assign(BATCH, config)
