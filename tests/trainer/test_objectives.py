@@ -125,6 +125,11 @@ def test_sapo_gives_the_golden_gates():
     for advantage, gate in ((1.0, 2.489837), (-1.0, 2.393585)):
         loss, _, _ = run("sapo", ratio, vector(0.0), vector(advantage), torch.tensor([0]), one)
         assert loss == pytest.approx(-advantage * gate, abs=1e-6)
+    # ... in the precision of what it is given: 4 / 1.05 to all digits of float64
+    exact = 4.0 / 1.05 / (1.0 + math.exp(-1.05 * (math.exp(math.log(1.5)) - 1.0)))
+    assert run("sapo", ratio, vector(0.0), vector(-1.0), torch.tensor([0]), one)[0] == pytest.approx(
+        exact, rel=1e-14
+    )
     # at r = 1 the gate is 4 / tau / 2 and its slope 1: the gradient of REINFORCE
     _, slope, monitors = run("sapo", vector(-1.0), vector(-1.0), one, torch.tensor([0]), one)
     assert float(slope) == pytest.approx(-1.0) and float(monitors["gate_mean"]) == pytest.approx(1.0)

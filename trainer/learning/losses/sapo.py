@@ -51,7 +51,7 @@ def sapo_loss(
     log_ratio_BT = log_ratio(policy_logprobs_BT, behavior_logprobs_BT, mask_BT)
     ratio_BT = log_ratio_BT.exp()  # r
     advantages_BT = masked(advantages_BT, mask_BT).to(ratio_BT.dtype)  # A
-    tau_BT = torch.where(advantages_BT > 0, tau_positive, tau_negative).to(ratio_BT.dtype)
+    tau_BT = torch.full_like(ratio_BT, tau_negative).masked_fill(advantages_BT > 0, tau_positive)
     sigmoid_BT = torch.sigmoid(tau_BT * (ratio_BT - 1.0))
     loss = weighted_sum(-4.0 / tau_BT * sigmoid_BT * advantages_BT, mask_BT, weights_BT)
     slope_BT = (4.0 * sigmoid_BT * (1.0 - sigmoid_BT)).detach()
