@@ -174,6 +174,7 @@ class RolloutConfig:
                 "'constant' needs the number of tokens that rollouts are divided by, others have none"
             )
         require(self.refills >= 0, "rollout.refills", self.refills, "0 or more")
+        require(bool(self.reward_authors), "rollout.reward_authors", self.reward_authors, "one or more")
         most = self.groups_per_update * (self.refills + 1)
         require(
             self.informative_groups >= 1, "rollout.informative_groups", self.informative_groups, "1 or more"
@@ -207,6 +208,11 @@ class EvalConfig:
         require(self.every >= 0, "eval.every", self.every, "0 or more")
         for name in ("tasks", "tasks_between"):
             require(getattr(self, name) >= 1, f"eval.{name}", getattr(self, name), "1 or more")
+        if not self.every and self.tasks_between != EvalConfig.__dataclass_fields__["tasks_between"].default:
+            raise ConfigError(
+                f"eval.tasks_between = {self.tasks_between!r} has no effect with eval.every 0, nothing in"
+                " between; leave it out, or set eval.every"
+            )
 
 
 @dataclass(frozen=True, slots=True)

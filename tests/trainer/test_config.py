@@ -189,6 +189,7 @@ OUT_OF_RANGE = [
     (LearnerConfig, "kl_monitor_rows", -1, "0 or more"),
     (LearnerConfig, "seed", -1, "0 or more"),
     (LearnerConfig, "threads", -1, "0 or more"),
+    (RolloutConfig, "reward_authors", (), "one or more"),
     (EvalConfig, "every", -1, "0 or more"),
     (EvalConfig, "tasks", 0, "1 or more"),
     (EvalConfig, "tasks_between", 0, "1 or more"),
@@ -394,6 +395,12 @@ def test_corrections_and_a_critic_are_configs_and_no_mappings():
         LearnerConfig(correction=wrong)
     with pytest.raises(ConfigError, match=r"learner.critic is .*, expected a CriticConfig"):
         LearnerConfig(critic=wrong)
+
+
+def test_tasks_of_evaluations_that_are_not_made_are_refused():
+    assert EvalConfig(every=4, tasks_between=7).tasks_between == 7
+    with pytest.raises(ConfigError, match=r"eval\.tasks_between = 7 has no effect with eval\.every 0"):
+        EvalConfig(tasks_between=7)
 
 
 def test_without_refills_no_number_of_informative_groups_has_an_effect():
