@@ -76,11 +76,11 @@ class _Reply:
     """A key of the messages up to and with each."""
 
 
-def task_key(task_id: str | None, group_id: str | None, first: ModelCall) -> str:
+def task_key(task_id: str | None, group_id: str | None, first: ModelCall | None) -> str:
     """The name of a task: its id, else its group's, else a hash of what the agent was first shown."""
     if task_id is not None or group_id is not None:
         return f"task:{task_id}" if task_id is not None else f"group:{group_id}"
-    return f"prompt:{running_keys(first.messages)[-1].hex() if first.messages else ''}"
+    return f"prompt:{running_keys(first.messages)[-1].hex() if first and first.messages else ''}"
 
 
 def running_keys(messages: Sequence[Message]) -> list[bytes]:

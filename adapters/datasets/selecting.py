@@ -5,7 +5,7 @@ rewards by what it is told, and tasks; knows no formats.
 
 Invariants:
 * the same store and filters choose the same rollouts in the same order, by task and rollout id;
-* a task is on one side of the split, and stays there when the store grows;
+* a task is on one side of the split, and stays there whatever the filters are and when the store grows;
 * whatever is left out is counted with its reason.
 """
 
@@ -122,7 +122,8 @@ def select(
             if not usable:
                 refused.rollouts["no usable call"] += 1
                 continue
-            exported = _exported(rollout, usable, reward)
+            key = task_key(rollout.task_id, rollout.group_id, _first(calls[rollout.rollout_id]))
+            exported = _exported(rollout, usable, reward, key)
             tasks[rollout.rollout_id] = exported.task_key
             if filters.min_reward is not None and (reward is None or reward < filters.min_reward):
                 why = "no reward" if reward is None else f"reward below {filters.min_reward:g}"
@@ -203,10 +204,12 @@ def _calls_by_rollout(store: Store, rollouts: Sequence[Rollout]) -> dict[str, li
     return found
 
 
-def _exported(
-    rollout: Rollout, usable: Sequence[ModelCall], reward: float | None, key: str | None = None
-) -> Exported:
-    key = key or task_key(rollout.task_id, rollout.group_id, usable[0])
+def _first(calls: Sequence[ModelCall]) -> ModelCall | None:
+    """What the agent was first shown, usable or not: filters and failures make no other task of it."""
+    return next((call for call in calls if call.purpose is Purpose.AGENT and call.messages), None)
+
+
+def _exported(rollout: Rollout, usable: Sequence[ModelCall], reward: float | None, key: str) -> Exported:
     return Exported(rollout.rollout_id, key, usable, reward, rollout.task)
 
 

@@ -111,6 +111,34 @@ def test_a_task_is_on_one_side_whatever_else_is_there():
     assert not any(in_heldout(task, 0.0) for task in tasks)
 
 
+@pytest.mark.parametrize(
+    ("unlike", "filters"),
+    [
+        ({c.RESPONSE_FINISH_REASONS: ["content_filter"]}, {}),
+        ({c.REQUEST_MODEL: "other-model"}, {"policy": "policy"}),
+        ({c.OUTPUT_MESSAGES: None}, {}),
+    ],
+)
+def test_a_task_without_an_id_is_what_the_agent_was_first_shown_usable_or_not(store, unlike, filters):
+    for rollout_id, more in (("whole", {}), ("unlike", unlike)):
+        store.enqueue([Rollout(rollout_id)])
+        (claimed,) = store.claim(worker="w")
+        shown = [message("user", "question")]
+        for number, told in enumerate(({c.PURPOSE: "title"}, more, {})):
+            asked = [message("user", "name it"), *shown] if c.PURPOSE in told else shown
+            attributes = text_attributes(**{c.ROLLOUT_ID: rollout_id, c.RESPONSE_ID: f"{rollout_id}{number}"})
+            attributes |= {c.INPUT_MESSAGES: json.dumps(asked), **told}
+            said = {name: value for name, value in attributes.items() if value is not None}
+            trace = rollout_id.encode().hex()
+            store.put_otlp(encode_request([span(str(number), trace=trace, start_ns=number, attributes=said)]))
+            if number:
+                shown = [*shown, message("assistant", "hello"), message("user", "go on")]
+        store.finish(rollout_id, claimed.attempt, status=RolloutStatus.SUCCEEDED)
+    found = select(store, store.rollouts(), Filters(**filters), lambda rollouts, calls: {})
+    assert len(found.tasks) == 2
+    assert len(set(found.tasks.values())) == 1
+
+
 def test_the_split_leaks_no_task(store):
     for number in range(12):
         add(store, f"r{number}", f"task {number % 4}", f"reply {number}")
