@@ -190,8 +190,11 @@ def _filled_in(reading: Reading, by_id: Mapping[tuple[str, str], Span]) -> Readi
     span, seen = reading.span, dict[str, None]()
     agent, step, index = reading.agent_name, reading.step_name, reading.step_index
     rollout, attempt = reading.rollout_id, reading.attempt
-    conversation = reading.conversation_id
-    names = DIALECTS[reading.dialect].names
+    dialect = DIALECTS[reading.dialect]
+    names, conversation = dialect.names, reading.conversation_id
+    if names is not None and dialect.trace_span_id is not None:
+        whole = by_id.get((span.trace_id, dialect.trace_span_id))
+        conversation = conversation if whole is None else names(whole).conversation or conversation
     while span.span_id not in seen:
         seen[span.span_id] = None
         told = NO_NAMES if names is None or span is reading.span else names(span)
@@ -206,7 +209,7 @@ def _filled_in(reading: Reading, by_id: Mapping[tuple[str, str], Span]) -> Readi
         parent = by_id.get((span.trace_id, span.parent_span_id or ""))
         if parent is None:
             break
-        if span is reading.span and (with_parent := DIALECTS[reading.dialect].with_parent) is not None:
+        if span is reading.span and (with_parent := dialect.with_parent) is not None:
             reading = with_parent(reading, parent)
         span = parent
     reading.agent_name, reading.step_name, reading.step_index = agent, step, index

@@ -37,3 +37,5 @@ class Dialect:
     """What a span names for the calls below it; None if only the conventions' attributes do."""
     with_parent: Callable[[Reading, Span], Reading] | None = None
     """Fill in what only the span right above a call says of it."""
+    trace_span_id: str | None = None
+    """Id that the span has, in every trace, that names the conversation of all calls in it."""

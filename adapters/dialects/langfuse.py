@@ -37,6 +37,9 @@ COMPLETION_START: Final = "langfuse.observation.completion_start_time"
 METADATA: Final = "langfuse.observation.metadata."
 SESSION: Final = "session.id"
 
+TRACE: Final = "trace"
+TRACE_SPAN_ID: Final = b"\0\0\0trace".hex()
+"""Id of the span that tells of a trace as a whole: exports have one, and it is above no other."""
 GENERATION: Final = "generation"
 EMBEDDING: Final = "embedding"
 INVENTED: Final = {
@@ -314,4 +317,4 @@ def _error(span: Span) -> str | None:
     return text(span.attributes, STATUS_MESSAGE) or span.status_message or "error"
 
 
-LANGFUSE: Final = Dialect(NAME, wrote, is_call, read, names)
+LANGFUSE: Final = Dialect(NAME, wrote, is_call, read, names, trace_span_id=TRACE_SPAN_ID)

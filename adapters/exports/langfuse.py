@@ -1,6 +1,8 @@
-"""Langfuse's exports: observations and scores, of the blob export, the API or the UI.
+"""Langfuse's exports: traces, observations and scores, of the blob export, the API or the UI.
 
 Knows their columns, in snake case and camel case; an observation's content is read by dialect `langfuse`.
+
+Invariant: what is nested in a trace gives the same spans and scores as the rows of their own that it is, too.
 """
 
 import re
@@ -13,6 +15,7 @@ from spangrad.adapters.exports.columns import (
     TRACE_ID_DIGITS,
     attribute_name,
     attributes_of,
+    listed,
     mapping,
     nanoseconds,
     number,
@@ -32,23 +35,59 @@ PLACES: Final = {"input": dialect.INPUT, "output": dialect.OUTPUT}
 _UPPER: Final = re.compile(r"(?<=[a-z0-9])([A-Z])")
 _USAGE: Final = ("usage_details", "usage")
 _MODEL: Final = ("provided_model_name", "model")
+_NESTED: Final = ("observations", "scores")
+"""Columns of the API's traces: whole rows, or only their ids."""
+_OF_TRACES: Final = frozenset({"public", "bookmarked", "html_path", "release"})
+_OF_MANY: Final = frozenset({"session_id", "user_id", "tags", "version", "environment", "project_id"})
 
 
 def is_row(row: Mapping[str, Any]) -> bool:
-    """Whether a row is an observation or a score of Langfuse."""
+    """Whether a row is a trace, an observation or a score of Langfuse."""
     columns = _snake(row)
-    return _is_observation(columns) or _is_score(columns)
+    return _is_observation(columns) or _is_score(columns) or _is_trace(columns)
 
 
 def spans_of(row: Mapping[str, Any]) -> Iterator[Span]:
-    """The observation as a span; nothing of a score."""
+    """The observation as a span, the trace as one beside those of its observations; nothing of a score."""
     columns = _snake(row)
-    if not _is_observation(columns):
-        return
+    if _is_observation(columns):
+        yield _observation(row, columns)
+    elif _is_trace(columns):
+        yield _trace(row, columns)
+        for inner in _inner(columns, "observations"):
+            yield from spans_of(inner)
+
+
+def _trace(row: Mapping[str, Any], columns: Mapping[str, Any]) -> Span:
+    """What a trace says of all its observations. It ends as it begins: its status says nothing."""
+    told = {
+        dialect.TYPE: dialect.TRACE,
+        dialect.SESSION: _utf8(columns.get("session_id")),
+        "user.id": _utf8(columns.get("user_id")),
+    }
+    start_ns = nanoseconds(columns["timestamp"]) or 0
+    own = {column: value for column, value in row.items() if column not in _NESTED}
+    return Span(
+        trace_id=otel_id(columns["id"], TRACE_ID_DIGITS),
+        span_id=dialect.TRACE_SPAN_ID,
+        parent_span_id=None,
+        name=_utf8(columns.get("name")) or dialect.TRACE,
+        kind=1,
+        start_ns=start_ns,
+        end_ns=start_ns,
+        status_code=0,
+        status_message="",
+        scope=SCOPE,
+        attributes={key: value for key, value in told.items() if value is not None}
+        | attributes_of(own, PREFIX, PLACES),
+    )
+
+
+def _observation(row: Mapping[str, Any], columns: Mapping[str, Any]) -> Span:
     start_ns = nanoseconds(columns.get("start_time")) or nanoseconds(columns.get("created_at")) or 0
     parent = text(columns.get("parent_observation_id"))
     is_error = columns.get("level") == "ERROR"
-    yield Span(
+    return Span(
         trace_id=otel_id(columns["trace_id"], TRACE_ID_DIGITS),
         span_id=otel_id(columns["id"], SPAN_ID_DIGITS),
         parent_span_id=None if parent is None else otel_id(parent, SPAN_ID_DIGITS),
@@ -64,8 +103,12 @@ def spans_of(row: Mapping[str, Any]) -> Iterator[Span]:
 
 
 def scores_of(row: Mapping[str, Any]) -> Iterator[Score]:
-    """The score of a trace, observation or session; nothing of an observation, or of a data set's score."""
+    """Scores of a trace, observation or session; nothing of an observation, or of a data set's score."""
     columns = _snake(row)
+    if _is_trace(columns):
+        for inner in _inner(columns, "scores"):
+            yield from scores_of({"observation_id": None} | _snake(inner))
+        return
     trace_id = text(columns.get("trace_id"))
     session_id = text(columns.get("session_id")) if trace_id is None else None
     if not _is_score(columns) or (trace_id is None and session_id is None):
@@ -104,6 +147,22 @@ def _is_observation(columns: Mapping[str, Any]) -> bool:
     names = all(text(columns.get(column)) for column in ("id", "trace_id", "type"))
     known = {"start_time", "parent_observation_id", "level"} & columns.keys()
     return names and "start_time" in known and len(known) > 1 and columns["type"].isupper()
+
+
+def _is_trace(columns: Mapping[str, Any]) -> bool:
+    if not text(columns.get("id")) or not nanoseconds(columns.get("timestamp")):
+        return False
+    if not columns.keys().isdisjoint(("trace_id", "observation_id", "messages")):
+        return False
+    return bool(_OF_TRACES & columns.keys()) and len(_OF_MANY & columns.keys()) > 1
+
+
+def _inner(columns: Mapping[str, Any], column: str) -> Iterator[dict[str, Any]]:
+    """The rows that are nested in a trace, of which each may leave its id to the trace; of ids alone none."""
+    for inner in listed(columns.get(column)):
+        if isinstance(inner, Mapping):
+            is_named = "trace_id" in _snake(inner)
+            yield dict(inner) if is_named else {**inner, "trace_id": columns["id"]}
 
 
 def _is_score(columns: Mapping[str, Any]) -> bool:

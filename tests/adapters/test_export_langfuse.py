@@ -1,6 +1,7 @@
 """Langfuse's exports: rows -> spans and scores."""
 
 import json
+import re
 from datetime import datetime
 from typing import Any
 
@@ -23,6 +24,34 @@ FOLDER = FIXTURES / "exports" / "langfuse"
 FILES = ("observations_v2.jsonl", "api_v2_observations_page.json", "ui_export.json")
 WRAPPER = "ac478c5a5ae573b8c1fe08edc473fa0c"
 LANGCHAIN = "a5b3bd7e3ea08d2b9a7cac5231544ec4"
+
+
+TRACE = {  # columns as the reference of the blob export has them
+    "id": WRAPPER,
+    "timestamp": "2026-11-29 14:58:07.541282",
+    "name": "agent",
+    "environment": "default",
+    "project_id": "proj-fixture",
+    "metadata": {},
+    "user_id": "user-9",
+    "session_id": "sess-5fe2",
+    "release": None,
+    "version": None,
+    "public": False,
+    "bookmarked": False,
+    "tags": ["picnic"],
+    "input": "hi",
+    "output": "ho",
+}
+
+
+def camel(row):
+    return {re.sub("_(.)", lambda found: found[1].upper(), column): value for column, value in row.items()}
+
+
+def without_trace(row):
+    """An observation as the API's traces and the older blob export have it."""
+    return {key: value for key, value in row.items() if key not in ("session_id", "user_id", "trace_name")}
 
 
 def rows(name):
@@ -195,8 +224,56 @@ def test_a_score_of_a_session_is_of_no_trace():
     assert not list(langfuse.scores_of({**row, "session_id": None}))
 
 
+@pytest.mark.parametrize("row", [TRACE, camel(TRACE)])
+def test_a_trace_is_a_span_above_none_that_gives_the_row_back(row):
+    assert langfuse.is_row(row)
+    (span,) = langfuse.spans_of(row)
+    assert (span.trace_id, span.parent_span_id, span.start_ns) == (WRAPPER, None, 1795964287_541282_000)
+    assert (span.attributes["session.id"], span.attributes["user.id"]) == ("sess-5fe2", "user-9")
+    assert langfuse.original(span) == row
+    assert calls_from_spans([span]) == []
+
+
+def test_calls_have_the_session_of_their_trace_wherever_its_row_is():
+    found = [without_trace(row) for row in rows(FILES[0])]
+    langchain = {**TRACE, "id": LANGCHAIN, "session_id": "sess-77ab"}  # its observations name a thread, too
+    made = [list(langfuse.spans_of(row)) for row in (*found, TRACE, langchain)]
+    for told in (made, made[::-1]):
+        calls = calls_from_spans(span for some in told for span in some)
+        sessions = {call.trace_id: call.conversation_id for call in calls}
+        assert (sessions[WRAPPER], sessions[LANGCHAIN]) == ("sess-5fe2", "sess-77ab")
+        assert not any(langfuse.dialect.TRACE_SPAN_ID in call.ancestor_span_ids for call in calls)
+
+
+def test_a_trace_with_all_in_it_says_what_rows_of_their_own_say():
+    own = [camel(without_trace(row)) for row in rows(FILES[0]) if row["trace_id"] == WRAPPER]
+    scores = [row for row in rows("scores.jsonl") if row["trace_id"] == WRAPPER]
+    whole = {**camel(TRACE), "htmlPath": "/t", "observations": own, "scores": [camel(row) for row in scores]}
+    (alone,) = langfuse.spans_of({**camel(TRACE), "htmlPath": "/t", "observations": ["id"], "scores": ["id"]})
+    assert list(langfuse.spans_of(whole)) == [
+        alone,
+        *(span for row in own for span in langfuse.spans_of(row)),
+    ]
+    expected = [score for row in scores for score in langfuse.scores_of(row)]
+    assert len(expected) == 3
+    assert list(langfuse.scores_of(whole)) == expected
+    bare = [{key: value for key, value in row.items() if key != "traceId"} for row in own]
+    assert [span.trace_id for span in langfuse.spans_of({**whole, "observations": bare})] == [WRAPPER] * (
+        1 + len(own)
+    )
+    short = {key: scores[0][key] for key in ("id", "name", "value", "data_type")}
+    (score,) = langfuse.scores_of({**whole, "scores": [short, "id"]})
+    assert (score.trace_id, score.span_id, score.value) == (WRAPPER, None, 1.0)
+
+
 @pytest.mark.parametrize(
-    "row", [{}, {"id": "x"}, {"messages": []}, {"id": 3, "traceId": 4, "type": 5, "startTime": 6}]
+    "row",
+    [
+        *({}, {"id": "x"}, {"messages": []}, {"id": 3, "traceId": 4, "type": 5, "startTime": 6}),
+        {"id": "x", "timestamp": "2026-11-29", "session_id": "s", "user_id": "u", "tags": []},
+        {**TRACE, "messages": []},
+        {**TRACE, "timestamp": "yesterday"},
+    ],
 )
 def test_other_rows_are_not_taken(row):
     assert not langfuse.is_row(row)
@@ -206,7 +283,8 @@ def test_other_rows_are_not_taken(row):
 
 @given(data=st.data())
 def test_junk_in_any_column_never_raises_and_is_given_back(data):
-    row = dict(data.draw(st.sampled_from([*rows(FILES[0]), *rows(FILES[1]), *rows("scores.jsonl")])))
+    known = [*rows(FILES[0]), *rows(FILES[1]), *rows("scores.jsonl"), TRACE]
+    row = dict(data.draw(st.sampled_from(known)))
     column = data.draw(st.sampled_from(sorted(row)))
     row[column] = data.draw(JUNK.filter(lambda value: not isinstance(value, bytes) and value == value))
     list(langfuse.scores_of(row))

@@ -74,6 +74,32 @@ def test_a_reward_of_a_trace_without_rollout_is_of_the_trace(store):
     assert (reward.rollout_id, reward.value, reward.call_id) == (trace_id, 1.0, None)
 
 
+def test_a_score_of_a_langfuse_session_finds_the_session_that_only_rows_of_traces_name(store, tmp_path):
+    named = ("observations", "traces", "scores")
+    folder = FIXTURES / "exports" / "langfuse"
+    observations = [json.loads(line) for line in (folder / "observations_v2.jsonl").read_text().splitlines()]
+    given = json.loads((folder / "scores.jsonl").read_text().splitlines()[0])
+    failed = next(row for row in observations if row["level"] == "ERROR" and not row["parent_observation_id"])
+    trace_id = failed["trace_id"]
+    rows = (
+        [{**row, "session_id": "", "user_id": ""} for row in observations if row["trace_id"] == trace_id],
+        [
+            {"id": trace_id, "timestamp": failed["start_time"], "session_id": "sess-5fe2a7", "user_id": "u"}
+            | {"project_id": given["project_id"], "tags": [], "public": False, "bookmarked": False}
+        ],
+        [{**given, "trace_id": None, "session_id": "sess-5fe2a7", "name": "reward", "value": 0.5}],
+    )
+    for name, some in zip(named, rows, strict=True):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    report = ingest([tmp_path], store)
+    assert (report.unknown_rows, report.new_rewards, report.scores_left_out) == (0, 1, {})
+    [reward] = store.rewards()
+    [rollout] = store.rollouts()
+    assert (reward.rollout_id, reward.value) == (trace_id, 0.5)
+    assert (rollout.rollout_id, rollout.status) == (trace_id, "failed")  # the trace's row says nothing of it
+
+
 def test_otlp_and_rows_in_one_file_and_a_packed_file_are_read(store, tmp_path):
     mixed = tmp_path / "mixed.jsonl"
     mixed.write_text((PLAIN / "messages.jsonl").read_text() + OTLP.read_text())
