@@ -11,7 +11,8 @@
     [eval]     held-out evaluation
 
 An unknown section or key is an error that names the nearest known one. Paths are relative to
-the folder of the TOML file. `--set learner.lr=1e-4` overrides one value.
+the folder of the TOML file. `--set learner.lr=1e-4` overrides one value, `--set credit={}` gives a section
+its defaults.
 """
 
 import dataclasses
@@ -265,7 +266,7 @@ def resolve(path: str, base_dir: str) -> Path:
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), *, besides: Sequence[str] = ()
 ) -> TrainConfig:
-    """Read a TOML file; `overrides` are `section.key=value` with the value in TOML or as plain text.
+    """Read a TOML file; `overrides` are as `apply_override` takes them, in their order.
 
     Sections in `besides` are somebody else's and are left out.
 
@@ -388,17 +389,21 @@ def _value(hint: Any, value: Any, *, where: str) -> Any:
 def apply_override(raw: dict[str, Any], override: str) -> None:
     """Change one value of the sections of a TOML file: `section.key=value`, in TOML or as plain text.
 
+    `section={}` gives a whole section its defaults, `section={key = value}` all but these.
+
     Raises:
         ConfigError: It has another form, or the section is no table.
     """
     name, equals, text = override.partition("=")
     *sections, key = name.strip().split(".")
-    if not equals or not sections:
-        raise ConfigError(f"--set {override!r}: expected section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
+    if not equals or not (sections or isinstance(value, dict)):
+        raise ConfigError(
+            f"--set {override!r}: expected section.key=value, or section={{}} for the defaults of a section"
+        )
     table: Any = raw
     for section in sections:
         table = table.setdefault(section, {})

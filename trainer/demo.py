@@ -255,7 +255,8 @@ def _load(
     raw["run"] = run
     changed = copy.deepcopy(raw)
     for change in options.changes:
-        if change.strip().startswith(OWN):
+        name = change.partition("=")[0].strip()
+        if any(name.startswith(own) or own.startswith(f"{name}.") for own in OWN):
             raise ConfigError(f"--set {change!r}: the demo sets {', '.join(OWN)} itself; see its options")
         apply_override(changed, change)
     start, trained = (_of_seed(build_run(each, example, where=str(file)), options) for each in (raw, changed))

@@ -7,6 +7,7 @@
 Knows settings, and what they change. Does not know: stores, learners.
 """
 
+import json
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Final, Literal
@@ -108,8 +109,13 @@ def check_effects(
     if objective.compares_sequences and is_weighed and not weighs:
         changed.append("rollout.aggregation")
     if changed:
+        section = changed[0].partition(".")[0]
+        weights = ", ".join(f"{json.dumps(name)} = {value}" for name, value in credit.reward_weights.items())
+        is_told = section == "credit" and credit.reward_weights != CreditConfig().reward_weights
+        kept = f"reward_weights = {{{weights}}}" if is_told else ""
+        reset = "" if section == "rollout" else f" (--set '{section}={{{kept}}}' resets the section)"
         raise ConfigError(
-            f"{changed[0]} has no effect with learner.objective {learner.objective!r}; leave it out, or "
+            f"{changed[0]} has no effect with learner.objective {learner.objective!r}; leave it out{reset}, or "
             "choose what uses it"
         )
 

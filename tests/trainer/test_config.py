@@ -1,3 +1,4 @@
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -249,6 +250,30 @@ def test_a_misspelt_name_is_shown_with_the_nearest(tmp_path, setting, near):
 def test_a_setting_that_the_objective_does_not_use_is_refused(tmp_path, lines, name):
     with pytest.raises(ConfigError, match=f"{name} has no effect with learner.objective"):
         load_config(write(tmp_path, MINIMAL), lines.replace(" = ", "=").replace("'", '"').split("\n"))
+
+
+@pytest.mark.parametrize("objective", ["bc", "dpo", "kto"])
+@pytest.mark.parametrize("weights", ["", 'reward_weights = {"all tests" = 0.5}\n'])
+def test_the_refusal_says_how_a_section_gets_its_defaults_back(tmp_path, objective, weights):
+    file = write(tmp_path, MINIMAL + f'[credit]\n{weights}step = "gigpo"\ngamma = 0.9\n')
+    overrides = [f"learner.objective={objective}"]
+    with pytest.raises(ConfigError, match=r"credit\.step has no effect .* resets the section\)") as refused:
+        load_config(file, overrides)
+    overrides += re.findall(r"--set '(credit=.*)' resets", str(refused.value))
+    wanted = {"all tests": 0.5} if weights else {"reward": 1.0}
+    assert load_config(file, overrides).credit == CreditConfig(reward_weights=wanted)
+
+
+def test_a_section_can_be_overridden_whole(tmp_path):
+    file = write(tmp_path, MINIMAL + "[rollout]\ngroup_size = 4\nrefills = 1\n")
+    assert load_config(file, ["rollout={}"]).rollout == RolloutConfig()
+    found = load_config(file, ["rollout={refills = 2}", "rollout.temperature=0.5"]).rollout
+    assert found == RolloutConfig(refills=2, temperature=0.5)
+    for wrong in ("rollout=default", "rollout", "rollout=3"):
+        with pytest.raises(ConfigError, match=f"--set '{wrong}': expected section.key=value, or section={{}}"):
+            load_config(file, [wrong])
+    with pytest.raises(ConfigError, match="unknown section 'rolout'; did you mean 'rollout'"):
+        load_config(file, ["rolout={}"])
 
 
 def test_every_preference_setting_has_an_objective_that_takes_it():

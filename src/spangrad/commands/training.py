@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the config."),
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Override a value of the config; 'SECTION={}' gives a whole section its defaults.",
+    ),
 ]
 
 
