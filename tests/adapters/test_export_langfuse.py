@@ -26,7 +26,7 @@ WRAPPER = "ac478c5a5ae573b8c1fe08edc473fa0c"
 LANGCHAIN = "a5b3bd7e3ea08d2b9a7cac5231544ec4"
 
 
-TRACE = {  # columns as the reference of the blob export has them
+TRACE: dict[str, Any] = {  # columns as the reference of the blob export has them
     "id": WRAPPER,
     "timestamp": "2026-11-29 14:58:07.541282",
     "name": "agent",
@@ -242,7 +242,7 @@ def test_calls_have_the_session_of_their_trace_wherever_its_row_is():
         calls = calls_from_spans(span for some in told for span in some)
         sessions = {call.trace_id: call.conversation_id for call in calls}
         assert (sessions[WRAPPER], sessions[LANGCHAIN]) == ("sess-5fe2", "sess-77ab")
-        assert not any(langfuse.dialect.TRACE_SPAN_ID in call.ancestor_span_ids for call in calls)
+        assert not any(TRACE_SPAN_ID in call.ancestor_span_ids for call in calls)
 
 
 def test_a_trace_with_all_in_it_says_what_rows_of_their_own_say():
