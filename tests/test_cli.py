@@ -157,6 +157,30 @@ def test_ingest_names_what_it_can_not_read(tmp_path: Path) -> None:
     assert "1\tacme.tracing\tspan 0000000000000009 of trace " in said
 
 
+def test_ingest_of_scores_alone_fails_only_where_none_is_of_a_stored_trace(tmp_path: Path) -> None:
+    told = {
+        "trace_id": "ab" * 16,
+        "observation_id": None,
+        "name": "reward",
+        "value": 1,
+        "data_type": "NUMERIC",
+    }
+    (tmp_path / "scores.jsonl").write_text(json.dumps(told) + "\n")
+    done = spangrad("ingest", "scores.jsonl", "--store", "new.duckdb", cwd=tmp_path)
+    assert (done.returncode, "scores_left_out\tno such trace\t1" in done.stdout) == (1, True)
+    assert done.stderr == (
+        "none of 1 scores is stored: no such trace (1); ingest the traces that they are of, and then these"
+        " scores again\n"
+    )
+    with open_store(tmp_path / "new.duckdb") as store:
+        store.put_otlp(recorded("r-1", 9))
+        [trace_id] = {span.trace_id for span in store.spans()}
+    (tmp_path / "scores.jsonl").write_text(json.dumps(told | {"trace_id": trace_id}) + "\n")
+    for new in (1, 0):  # once more: the same score again
+        done = spangrad("ingest", "scores.jsonl", "--store", "new.duckdb", cwd=tmp_path)
+        assert (done.returncode, done.stderr, f"new_rewards\t-\t{new}\n" in done.stdout) == (0, "", True)
+
+
 def test_ingest_fails_only_if_every_file_is_broken(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"resourceSpans": [\n{"a": 1}\n')
     done = spangrad("ingest", "broken.jsonl", "--store", "new.duckdb", cwd=tmp_path)

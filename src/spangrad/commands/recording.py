@@ -112,8 +112,10 @@ def ingest(
 
     Every model call gets a grade (exact, ids, text, unusable) and the
     reasons why it is not better. Reading a file twice stores it once. Exit
-    code 1: nothing was usable, no call, log record or score.
+    code 1: nothing was usable, no call, log record or score of a trace,
+    call or session that the store has.
     """
+    from spangrad.adapters.exports.rewards import SAME_SCORE
     from spangrad.adapters.ingest import ingest as ingest_files
 
     rules = _rules(join, no_join)
@@ -130,9 +132,13 @@ def ingest(
         raise DialectError(f"nothing could be read from {', '.join(map(str, paths))}: {first}; {READ}")
     if not as_json:
         _print_report(found)
-    if not found.calls:
-        _tell_no_calls(found)
-    if not (found.calls or found.embeddings or found.logs or found.scores):
+    has_rewards = bool(found.new_rewards or SAME_SCORE in found.scores_left_out)
+    if not found.scores or found.spans or found.logs:
+        if not found.calls:
+            _tell_no_calls(found)
+    elif not has_rewards:
+        _tell_no_rewards(found)
+    if not (found.calls or found.embeddings or found.logs or has_rewards):
         raise typer.Exit(1)  # nothing was usable
 
 
@@ -194,7 +200,15 @@ def _tell_no_calls(found: "IngestReport") -> None:
     calls = f"; {unread} of them are model calls in a dialect that is not read" if unread else ""
     note(
         f"no model call could be read from {found.spans} spans{seen}{calls}."
-        f" Read are {', '.join(sorted(DIALECTS))}; the rest is stored"
+        f" Read are {', '.join(sorted(DIALECTS))}" + "; the rest is stored" * bool(found.spans or found.logs)
+    )
+
+
+def _tell_no_rewards(found: "IngestReport") -> None:
+    reasons = ", ".join(f"{reason} ({count})" for reason, count in found.scores_left_out.items())
+    note(
+        f"none of {found.scores} scores is stored: {reasons}; ingest the traces that they are of, and then"
+        " these scores again"
     )
 
 
