@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spangrad.adapters.calls import calls_from_spans
+from spangrad.adapters.dialects.langfuse import TRACE_SPAN_ID
 from spangrad.adapters.exports import langfuse
 from spangrad.adapters.exports.score import Score
 from spangrad.adapters.model_call import Grade

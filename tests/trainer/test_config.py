@@ -270,7 +270,8 @@ def test_a_section_can_be_overridden_whole(tmp_path):
     found = load_config(file, ["rollout={refills = 2}", "rollout.temperature=0.5"]).rollout
     assert found == RolloutConfig(refills=2, temperature=0.5)
     for wrong in ("rollout=default", "rollout", "rollout=3"):
-        with pytest.raises(ConfigError, match=f"--set '{wrong}': expected section.key=value, or section={{}}"):
+        says = f"--set '{wrong}': expected section.key=value, or section={{}}"
+        with pytest.raises(ConfigError, match=says):
             load_config(file, [wrong])
     with pytest.raises(ConfigError, match="unknown section 'rolout'; did you mean 'rollout'"):
         load_config(file, ["rolout={}"])

@@ -1,7 +1,7 @@
 """`make bench-combinations`: an example trained with several estimators and losses, three seeds each.
 
-Prints the table, and writes it with the picture `combinations.svg` into the example's README. An hour and a half
-on two cores; a run that is done is not run again, so it may be stopped at any time, and started again.
+Prints the table, and writes it with the picture `combinations.svg` into the example's README. An hour and a
+half on two cores; a run that is done is not run again, so it may be stopped at any time, and started again.
 `python -m tests.bench.combinations`:
 
     --only NAME...    these combinations alone
