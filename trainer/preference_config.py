@@ -115,8 +115,8 @@ def check_effects(
         kept = f"reward_weights = {{{weights}}}" if is_told else ""
         reset = "" if section == "rollout" else f" (--set '{section}={{{kept}}}' resets the section)"
         raise ConfigError(
-            f"{changed[0]} has no effect with learner.objective {learner.objective!r}; leave it out{reset}, or "
-            "choose what uses it"
+            f"{changed[0]} has no effect with learner.objective {learner.objective!r}; leave it out{reset},"
+            " or choose what uses it"
         )
 
 
