@@ -1,5 +1,7 @@
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -8,7 +10,13 @@ from transformers import PreTrainedTokenizerFast
 
 from spangrad.adapters.model_call import Choice, Grade, ModelCall
 from spangrad.errors import GradeError
-from spangrad.trainer.learning.rendering import render_call, with_rendered_ids
+from spangrad.trainer.learning.rendering import (
+    DROPS_TOOLS,
+    TELLS_TIME,
+    TIME_UNKNOWN,
+    render_call,
+    with_rendered_ids,
+)
 
 TOOLS = [{"type": "function", "function": {"name": "query", "parameters": {"type": "object"}}}]
 
@@ -209,3 +217,30 @@ def test_with_rendered_ids_never_touches_the_engines_ids(tokenizer):
     broken = make_call({"role": "assistant", "content": "12"}, grade=Grade.UNUSABLE)
     with pytest.raises(GradeError, match="unusable: 't-s': no token ids"):
         with_rendered_ids(broken, tokenizer)
+
+
+def test_tools_that_a_template_leaves_out_are_told(tokenizer):
+    deaf = make_tokenizer()
+    deaf.chat_template = deaf.chat_template.replace("{%- if tools %}", "{%- if false %}")
+    call = make_call({"role": "assistant", "content": "12"})
+    assert with_rendered_ids(call, tokenizer).grade_reasons == call.grade_reasons
+    told = f"{DROPS_TOOLS}: call 't-s' was offered 1"
+    assert with_rendered_ids(call, deaf).grade_reasons == (*call.grade_reasons, told)
+    assert render_call(replace(call, tools=()), deaf).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("start_ns", "told", "time"),
+    [
+        (1_795_964_032_999_999_999, TELLS_TIME, "2026-11-29 14:53:52"),
+        (3, TIME_UNKNOWN, "1970-01-01 00:00:00"),
+    ],
+)
+def test_a_template_that_tells_the_time_is_given_the_calls_own_and_says_so(start_ns, told, time):
+    dated = make_tokenizer()
+    dated.chat_template = "{{ strftime_now('%d %b %Y %H:%M:%S') }}" + dated.chat_template
+    call = replace(make_call({"role": "assistant", "content": "12"}), start_ns=start_ns)
+    rendered = render_call(call, dated)
+    assert rendered.notes == (f"{told}: it was given {time} UTC",)
+    begins = datetime.fromisoformat(time).strftime("%d %b %Y %H:%M:%S<|im_start|>")
+    assert text_of(dated, rendered.prompt_token_ids).startswith(begins)

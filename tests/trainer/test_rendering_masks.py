@@ -178,7 +178,7 @@ def test_whatever_was_said_a_row_trains_what_the_template_marks_or_nothing(token
 def test_thoughts_are_part_of_what_is_trained(tokenizer):
     thinking = with_template(tokenizer, THINKS)
     thought = {**TOLD, "reasoning": "Count them."}
-    (call,) = calls_of([ASKED, thought])
+    (call,) = calls_of([ASKED, thought], tools=())
     rendered = render_call(call, thinking)
     text = thinking.decode(list(rendered.sampled_token_ids))
     assert text == "<think>\nCount them.\n</think>\n\nThere are 12.<|im_end|>"
@@ -199,7 +199,7 @@ def test_a_thought_that_the_template_has_no_place_for_is_not_dropped_in_silence(
 def test_a_template_that_drops_earlier_thoughts_is_told(tokenizer):
     thinking = with_template(tokenizer, THINKS)
     thought = {**TOLD, "reasoning": "Count them."}
-    first, second = calls_of([ASKED, thought, {"role": "user", "content": "Sure?"}, TOLD])
+    first, second = calls_of([ASKED, thought, {"role": "user", "content": "Sure?"}, TOLD], tools=())
     assert render_call(first, thinking).notes == ()
     assert render_call(second, thinking).notes == (f"{DROPS_THOUGHTS}: message 1",)
     rendered = with_rendered_ids(second, thinking)
@@ -212,7 +212,7 @@ def test_a_template_that_drops_earlier_thoughts_is_told(tokenizer):
 
 
 def test_a_message_that_the_template_leaves_out_is_told_and_one_written_as_json_is_not(tokenizer):
-    (call,) = calls_of([SYSTEM, ASKED, {**SEEN, "content": 'orders: "é"\n12'}, TOLD])
+    (call,) = calls_of([SYSTEM, ASKED, {**SEEN, "content": 'orders: "é"\n12'}, TOLD], tools=())
     escaping = THINKS.replace("{% else %}{{ m.content +", "{% else %}{{ (m.content | tojson) +")
     assert render_call(call, with_template(tokenizer, escaping)).notes == ()
     silent = escaping.replace("{% for m in messages %}{{", "{% for m in messages[1:] %}{{")

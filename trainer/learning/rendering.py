@@ -11,7 +11,8 @@ Invariants:
   strings, byte for byte) can be read in the decoded completion; anything else is a `GradeError`, never a
   quiet repair;
 * a message of the prompt that can't be read in it is told (`RenderedCall.notes`): templates drop
-  earlier thoughts, some of them other messages;
+  earlier thoughts, some of them other messages; so are tools that a template leaves out;
+* a template that tells the time is given the call's own, in UTC: the same call always gives the same ids;
 * a prompt that is known to lack something, as tools that nobody recorded, is not rendered unasked.
 
 Errors read `what: where and why`; calls with the same `what` can be counted.
@@ -19,8 +20,10 @@ Errors read `what: where and why`; calls with the same `what` can be counted.
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final, Protocol, cast
 
 from jinja2 import TemplateError
@@ -32,6 +35,15 @@ from spangrad.trainer.learning.reading_back import lost_calls, lost_of_reply, sa
 from spangrad.trainer.learning.vocabulary import Vocabulary, check_vocabulary
 
 DROPS_ENDS: Final = "drops white space at the ends of the reply"
+DROPS_TOOLS: Final = "the chat template leaves out the tool definitions"
+TELLS_TIME: Final = "the chat template tells the time"
+TIME_UNKNOWN: Final = f"{TELLS_TIME}, which was not recorded"
+_NOT_RECORDED_NS: Final = 86_400 * 10**9
+"""Calls that nobody gave a time are numbered from 0."""
+_CANT_RENDER: Final = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
+
+Template = Callable[..., str]
+"""Messages and `tools` to text."""
 
 
 class ChatTokenizer(Vocabulary, Protocol):
@@ -57,7 +69,7 @@ class RenderedCall:
     sampled_token_ids: tuple[int, ...]
     """What it would have had to sample to give the recorded reply, end of turn included."""
     notes: tuple[str, ...] = ()
-    """What of the messages can't be read in the prompt: `what: which messages`."""
+    """What of the call can't be read in the prompt, and what time is told in it: `what: which`."""
 
 
 def _text_content(content: object, where: str) -> str:
@@ -128,15 +140,13 @@ def _render(
     messages: list[dict[str, Any]],
     reply: dict[str, Any],
     tools: list[dict[str, Any]] | None,
-    tokenizer: ChatTokenizer,
+    template: Template,
     where: str,
 ) -> tuple[str, str]:
     try:
-        prompt = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True
-        )
-        full = tokenizer.apply_chat_template([*messages, reply], tools=tools, tokenize=False)
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        prompt = template(messages, tools=tools, add_generation_prompt=True)
+        full = template([*messages, reply], tools=tools)
+    except _CANT_RENDER as error:
         raise GradeError(f"the chat template can't render it: {where}: {error}") from error
     if not full.startswith(prompt):
         raise GradeError(
@@ -144,6 +154,16 @@ def _render(
             "with the rendered prompt, so the reply has no place of its own"
         )
     return prompt, full
+
+
+def _leaves_out(
+    tools: list[dict[str, Any]] | None, messages: list[dict[str, Any]], prompt: str, template: Template
+) -> bool:
+    """Whether the prompt is the same without the tools."""
+    try:
+        return tools is not None and template(messages, tools=None, add_generation_prompt=True) == prompt
+    except _CANT_RENDER:
+        return False
 
 
 def _completion(prompt: str, full: str, tokenizer: ChatTokenizer, where: str) -> RenderedCall:
@@ -202,13 +222,23 @@ def render_call(call: ModelCall, tokenizer: ChatTokenizer, *, choice_index: int 
     if not says_something(reply):
         raise GradeError(f"the reply has neither content nor tool calls: {where}; nothing to clone")
     tools = [dict(tool) for tool in call.tools] or None
+    notes: dict[str, None] = {}
+
+    def strftime_now(form: str) -> str:
+        told = datetime.fromtimestamp(call.start_ns // 10**9, UTC)
+        kind = TELLS_TIME if call.start_ns >= _NOT_RECORDED_NS else TIME_UNKNOWN
+        notes[f"{kind}: it was given {told:%Y-%m-%d %H:%M:%S} UTC"] = None
+        return told.strftime(form)
+
+    template = partial(tokenizer.apply_chat_template, tokenize=False, strftime_now=strftime_now)
     try:
-        return _rendered(messages, reply, messages, reply, tools, tokenizer, where)
+        rendered = _rendered(messages, reply, messages, reply, tools, template, tokenizer, where)
     except GradeError:
         shown, given = [_with_parsed_arguments(each) for each in messages], _with_parsed_arguments(reply)
         if shown == messages and given == reply:
             raise
-    return _rendered(messages, reply, shown, given, tools, tokenizer, where)
+        rendered = _rendered(messages, reply, shown, given, tools, template, tokenizer, where)
+    return dataclasses.replace(rendered, notes=(*rendered.notes, *notes))
 
 
 def _rendered(
@@ -217,11 +247,12 @@ def _rendered(
     shown: list[dict[str, Any]],
     given: dict[str, Any],
     tools: list[dict[str, Any]] | None,
+    template: Template,
     tokenizer: ChatTokenizer,
     where: str,
 ) -> RenderedCall:
     """Render what the template is given, and read in it what was recorded."""
-    prompt, full = _render(shown, given, tools, tokenizer, where)
+    prompt, full = _render(shown, given, tools, template, where)
     by_value = shown is not messages
     if (lost := lost_calls(messages, prompt, by_value=by_value)) is not None:
         raise GradeError(
@@ -238,7 +269,10 @@ def _rendered(
             f"the chat template or the tokenizer {DROPS_ENDS if is_trimmed else 'loses the reply'}: {where}: "
             f"{lost!r} of the reply is not in the decoded completion {text!r}"
         )
-    return dataclasses.replace(rendered, notes=tuple(unread(messages, prompt)))
+    notes = list(unread(messages, prompt))
+    if _leaves_out(tools, shown, prompt, template):
+        notes.append(f"{DROPS_TOOLS}: {where} was offered {len(tools or ())}")
+    return dataclasses.replace(rendered, notes=tuple(notes))
 
 
 def with_rendered_ids(
