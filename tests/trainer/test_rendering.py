@@ -8,6 +8,7 @@ import pytest
 from tests.trainer.small_policy import ALWAYS_SERIALISED, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from spangrad.adapters.grading import reason_kind
 from spangrad.adapters.model_call import Choice, Grade, ModelCall
 from spangrad.errors import GradeError
 from spangrad.trainer.learning.rendering import (
@@ -227,6 +228,17 @@ def test_tools_that_a_template_leaves_out_are_told(tokenizer):
     told = f"{DROPS_TOOLS}: call 't-s' was offered 1"
     assert with_rendered_ids(call, deaf).grade_reasons == (*call.grade_reasons, told)
     assert render_call(replace(call, tools=()), deaf).notes == ()
+
+
+def test_text_that_a_template_adds_to_a_reply_is_told_and_counted_with_it():
+    adding = make_tokenizer()
+    written = "<|im_start|>assistant\n{{ m.content }}"
+    said = "{{ 'The answer: it is ' }}{{ m.content }}{{ ' Bye.' }}"
+    adding.chat_template = adding.chat_template.replace(written, written.replace("{{ m.content }}", said))
+    (told,) = render_call(make_call({"role": "assistant", "content": "12"}), adding).notes
+    assert told == reason_kind(told) == "the chat template adds to replies, 'The answer:it is' and 'Bye.'"
+    calling = {"role": "assistant", "content": "12", "tool_calls": [tool_call("{}")]}
+    assert render_call(make_call(calling), adding).notes == ()
 
 
 @pytest.mark.parametrize(

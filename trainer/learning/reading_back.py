@@ -17,6 +17,7 @@ from typing import Any, Final
 
 DROPS_THOUGHTS: Final = "the chat template drops earlier thoughts"
 REWRITES: Final = "the chat template drops or rewrites messages"
+ADDS: Final = "the chat template adds to replies"
 
 Message = Mapping[str, Any]
 
@@ -33,6 +34,19 @@ def lost_of_reply(reply: Message, text: str, *, by_value: bool = False) -> str |
         return thought
     beside = text.replace(thought, "\0", 1) if thought and thought not in content else text
     return content if content not in beside else lost_calls([reply], text, by_value=by_value)
+
+
+def added_to_reply(reply: Message, text: str) -> Iterator[str]:
+    """What a template wrote before and behind a reply of content alone: `what, text`.
+
+    Of thoughts and tool calls nobody can tell what is added from the form that they are written in.
+    """
+    if thought_of(reply) or reply.get("tool_calls"):
+        return
+    before, _, behind = text.partition(reply["content"])
+    if added := [part.strip() for part in (before, behind) if part.strip()]:
+        # In one piece: what stands before the first ": " is what is counted.
+        yield f"{ADDS}, {' and '.join(map(repr, added))}".replace(": ", ":")
 
 
 def lost_calls(messages: Sequence[Message], text: str, *, by_value: bool = False) -> str | None:

@@ -11,7 +11,8 @@ Invariants:
   strings, byte for byte) can be read in the decoded completion; anything else is a `GradeError`, never a
   quiet repair;
 * a message of the prompt that can't be read in it is told (`RenderedCall.notes`): templates drop
-  earlier thoughts, some of them other messages; so are tools that a template leaves out;
+  earlier thoughts, some of them other messages; so are tools that a template leaves out,
+  and what it adds to a reply of content alone;
 * a template that tells the time is given the call's own, in UTC: the same call always gives the same ids;
 * a prompt that is known to lack something, as tools that nobody recorded, is not rendered unasked.
 
@@ -31,7 +32,13 @@ from jinja2 import TemplateError
 from spangrad.adapters.grading import TOOLS_UNKNOWN, reason_kind
 from spangrad.adapters.model_call import Choice, Grade, ModelCall
 from spangrad.errors import GradeError
-from spangrad.trainer.learning.reading_back import lost_calls, lost_of_reply, says_something, unread
+from spangrad.trainer.learning.reading_back import (
+    added_to_reply,
+    lost_calls,
+    lost_of_reply,
+    says_something,
+    unread,
+)
 from spangrad.trainer.learning.vocabulary import Vocabulary, check_vocabulary
 
 DROPS_ENDS: Final = "drops white space at the ends of the reply"
@@ -269,7 +276,10 @@ def _rendered(
             f"the chat template or the tokenizer {DROPS_ENDS if is_trimmed else 'loses the reply'}: {where}: "
             f"{lost!r} of the reply is not in the decoded completion {text!r}"
         )
-    notes = list(unread(messages, prompt))
+    said = tokenizer.decode(
+        list(rendered.sampled_token_ids[:-1]), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    notes = [*added_to_reply(reply, said), *unread(messages, prompt)]
     if _leaves_out(tools, shown, prompt, template):
         notes.append(f"{DROPS_TOOLS}: {where} was offered {len(tools or ())}")
     return dataclasses.replace(rendered, notes=tuple(notes))
