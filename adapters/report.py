@@ -110,12 +110,13 @@ ADVICE: Final[Mapping[str, str]] = {
         "set OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT higher, or not at all: the attribute was cut in the middle"
     ),
     "no input messages were recorded": (
-        "switch on content capture where the agent runs: "
-        "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT=SPAN_ONLY (older recorders: true)"
+        "switch on content capture where the agent runs; that of OpenTelemetry's recorders: "
+        "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT=SPAN_ONLY (older ones: true)"
     ),
     "no output was recorded": (
-        "switch on content capture where the agent runs: "
-        "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT=SPAN_ONLY (older recorders: true)"
+        "of an export taken while the agent ran: export again, and ingest that into a new store; else switch "
+        "on content capture where the agent runs, that of OpenTelemetry's recorders: "
+        "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT=SPAN_ONLY (older ones: true)"
     ),
     "content is not on the span, nor in a log record": (
         "ingest the recorder's log records, too: a collector writes them into a file of their own; "

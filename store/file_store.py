@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 UNSTORABLE = "spans that the store can not hold"
 OTHER_CONTENT = "the id of an earlier span, with other content"
+UNENDED = "the id of a span that was stored before it had ended; a new store takes it whole"
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
@@ -109,10 +110,9 @@ class FileStore:
     def conflicts(self, spans: Sequence[Span]) -> Faults:
         """Which of these spans, given before, have the id of an earlier one and other content."""
         faults = Faults()
-        for span in differing(self._database, spans):
-            faults.add(
-                OTHER_CONTENT, Outcome.LEFT_OUT, f"span {span.span_id} {span.name!r} of trace {span.trace_id}"
-            )
+        for span, known in differing(self._database, spans):
+            kind = UNENDED if known.end_ns <= known.start_ns < span.end_ns else OTHER_CONTENT
+            faults.add(kind, Outcome.LEFT_OUT, f"span {span.span_id} {span.name!r} of trace {span.trace_id}")
         return faults
 
     def put_batches(self, batches: Sequence[Sequence[Span]]) -> list[int]:

@@ -200,8 +200,8 @@ def read_spans(
                 yield span_from_row(row, expander.attributes(row))
 
 
-def differing(database: Database, spans: Sequence[Span]) -> Iterator[Span]:
-    """Those of these spans whose ids a stored span has that says something else."""
+def differing(database: Database, spans: Sequence[Span]) -> Iterator[tuple[Span, Span]]:
+    """Those of these spans whose ids a stored span has that says something else, each with that one."""
     with database.snapshot() as con:
         ids = [
             list(values) for values in zip(*{(span.trace_id, span.span_id) for span in spans}, strict=True)
@@ -215,7 +215,7 @@ def differing(database: Database, spans: Sequence[Span]) -> Iterator[Span]:
         for span in spans:
             known = stored.get(f"{span.trace_id}-{span.span_id}")
             if known is not None and not _say_the_same(known, span):
-                yield span
+                yield span, known
 
 
 def _say_the_same(one: Span, other: Span) -> bool:

@@ -11,9 +11,10 @@ import pytest
 
 from spangrad.adapters import trace_faults
 from spangrad.adapters.ingest import NOT_TRACES, REPEATED, IngestReport, ingest
+from spangrad.adapters.report import ADVICE
 from spangrad.store.client import HubClient
 from spangrad.store.faults import Faults, Outcome
-from spangrad.store.file_store import OTHER_CONTENT, FileStore
+from spangrad.store.file_store import OTHER_CONTENT, UNENDED, FileStore
 from spangrad.store.otlp import encode_request
 from spangrad.store.records import Span
 from spangrad.tracer import conventions as c
@@ -348,6 +349,19 @@ def test_the_same_span_again_and_the_same_id_with_other_content_are_counted_apar
     again = ingest([protobuf(tmp_path / "b.pb", [other, span("b")])], store)
     assert kinds(again) == {OTHER_CONTENT: (Outcome.LEFT_OUT, 1)}
     assert [found.attributes[c.RESPONSE_ID] for found in store.spans() if found.attributes] == ["r1"]
+
+
+def test_a_span_that_comes_whole_after_it_was_stored_without_an_end_is_told_apart(
+    store: FileStore, tmp_path: Path
+) -> None:
+    rows = (FIXTURES / "exports/langfuse/observations_v2.jsonl").read_text().splitlines()
+    whole = json.loads(rows[0]) | {"parent_observation_id": None}
+    (tmp_path / "early.jsonl").write_text(json.dumps(whole | {"output": None, "end_time": None}))
+    (tmp_path / "late.jsonl").write_text(json.dumps(whole))
+    first, again = (ingest([tmp_path / name], store) for name in ("early.jsonl", "late.jsonl"))
+    assert (kinds(first), first.by_reason) == ({}, {"no output was recorded": 1})
+    assert kinds(again) == {UNENDED: (Outcome.LEFT_OUT, 1)}
+    assert "new store" in UNENDED and "new store" in ADVICE["no output was recorded"]
 
 
 def test_calls_in_an_unknown_dialect_are_shown_beside_known_ones(store: FileStore, tmp_path: Path) -> None:
