@@ -12,7 +12,7 @@
 
 An unknown section or key is an error that names the nearest known one. Paths are relative to
 the folder of the TOML file. `--set learner.lr=1e-4` overrides one value, `--set credit={}` gives a section
-its defaults.
+its defaults. TOML has no None: where a setting may be None, "none" says so.
 """
 
 import dataclasses
@@ -348,9 +348,8 @@ def _value(hint: Any, value: Any, *, where: str) -> Any:
         return build(hint, value, where=where)
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
-        for option in typing.get_args(hint):
-            if option is type(None) and value is None:
-                return None
+        if type(None) in typing.get_args(hint) and value in (None, "none"):
+            return None
         options = [option for option in typing.get_args(hint) if option is not type(None)]
         for option in options[:-1]:
             try:

@@ -89,7 +89,8 @@ def check_effects(
     if learner.critic is not None and not credit.needs_values:
         raise ConfigError(
             f"learner.critic has no effect with credit.episode {credit.episode!r} and credit.step"
-            f" {credit.step!r}, which ask no critic; leave it out, or choose what uses it"
+            f" {credit.step!r}, which ask no critic; leave it out (--set learner.critic=none), or choose"
+            " what uses it"
         )
     objective = OBJECTIVES[learner.objective]
     used = _MAKES[learner.objective][1] if learner.objective in _MAKES else ()

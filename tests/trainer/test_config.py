@@ -270,11 +270,27 @@ def test_a_section_can_be_overridden_whole(tmp_path):
     found = load_config(file, ["rollout={refills = 2}", "rollout.temperature=0.5"]).rollout
     assert found == RolloutConfig(refills=2, temperature=0.5)
     for wrong in ("rollout=default", "rollout", "rollout=3"):
-        says = f"--set '{wrong}': expected section.key=value, or section={{}}"
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(
+            ConfigError, match=f"--set '{wrong}': expected section.key=value, or section={{}}"
+        ):
             load_config(file, [wrong])
     with pytest.raises(ConfigError, match="unknown section 'rolout'; did you mean 'rollout'"):
         load_config(file, ["rolout={}"])
+
+
+def test_what_may_be_none_is_none_in_toml_and_in_overrides(tmp_path):
+    file = write(tmp_path, MINIMAL + '[learner]\ndual_clip = "none"\n')
+    assert load_config(file).learner.dual_clip is None
+    assert load_config(file, ["learner.dual_clip=2"]).learner.dual_clip == 2.0
+    for text in ("none", '"none"'):
+        assert (
+            load_config(file, ["learner.dual_clip=2", f"learner.dual_clip={text}"]).learner.dual_clip is None
+        )
+    critic = write(tmp_path, MINIMAL + "[learner]\ncritic = {lr = 0.02}\n")
+    assert load_config(critic, ["learner.critic=none"]).learner.critic is None
+    assert load_config(critic, ["learner.critic=none", "credit.step=none"]).credit.step == "none"
+    with pytest.raises(ConfigError, match="lr is 'none', expected float"):
+        load_config(file, ["learner.lr=none"])
 
 
 def test_every_preference_setting_has_an_objective_that_takes_it():

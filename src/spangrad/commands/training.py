@@ -23,7 +23,8 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="SECTION.KEY=VALUE",
-        help="Override a value of the config; 'SECTION={}' gives a whole section its defaults.",
+        help="Override a value of the config, `none` where it may have none; 'SECTION={}' gives a section its"
+        " defaults.",
     ),
 ]
 
