@@ -1,7 +1,8 @@
 """Patches against the right patch: SWE-RL's similarity."""
 
 from collections.abc import Mapping
-from difflib import SequenceMatcher
+from difflib import Match, SequenceMatcher
+from itertools import accumulate
 from typing import Final
 
 from spangrad.errors import CreditError
@@ -10,6 +11,8 @@ MALFORMED: Final = -1.0
 """What a patch that is none gets."""
 MAX_CHARACTERS: Final = 20_000
 """The matcher is quadratic: it looks at so much of a file's diff."""
+MAX_PAIRS: Final = 20_000_000
+"""Pairs of equal characters, or lines, that it looks at for a file."""
 
 
 def patch_similarity(
@@ -19,7 +22,9 @@ def patch_similarity(
 
         s = (1 / |P u R|) sum_f ratio(P_f, R_f);   ratio = 2 M / (|P_f| + |R_f|), 0 if one side lacks f
 
-    with M the characters in matching blocks. Source: SWE-RL, arXiv:2502.18449.
+    with M the characters in matching blocks. Source: SWE-RL, arXiv:2502.18449. Here the work has a bound:
+    where a file's diffs would take more than `MAX_PAIRS`, M is what matches line by line (and of that, where
+    it takes as many again, what was found until then): a bound from below. Equal diffs are 1.
 
     Args:
         predicted: Path -> diff as the agent wrote it. No mapping of strings, or an empty one, is
@@ -55,8 +60,36 @@ def patch_similarity(
 def _ratio(predicted: str | None, right: str | None, max_characters: int) -> float:
     if predicted is None or right is None:
         return 0.0
-    total = len(predicted) + len(right)
-    if not total:
+    if predicted == right:
         return 1.0
-    blocks = SequenceMatcher(None, predicted[:max_characters], right, autojunk=False).get_matching_blocks()
-    return 2.0 * sum(block.size for block in blocks) / total
+    compared = predicted[:max_characters]
+    matched, is_whole = _matched(list(compared), list(right))
+    if not is_whole:
+        matched, _ = _matched(compared.splitlines(keepends=True), right.splitlines(keepends=True))
+    return 2.0 * matched / (len(predicted) + len(right))
+
+
+def _matched(predicted: list[str], right: list[str]) -> tuple[int, bool]:
+    """Characters of the parts in matching blocks, and whether the work's bound allowed to find all."""
+    matcher = _Matcher(predicted, right)
+    blocks = matcher.get_matching_blocks()
+    found = sum(len(part) for block in blocks for part in predicted[block.a : block.a + block.size])
+    return found, matcher.left >= 0
+
+
+class _Matcher(SequenceMatcher[str]):
+    """Finds nothing more once it would have looked at more than `MAX_PAIRS` pairs of equal parts."""
+
+    def __init__(self, predicted: list[str], right: list[str]) -> None:
+        super().__init__(None, predicted, right, autojunk=False)
+        self.left = MAX_PAIRS
+        pairs = (1 + len(self.b2j.get(part, ())) for part in predicted)
+        self._pairs_before = list(accumulate(pairs, initial=0))
+
+    def find_longest_match(
+        self, alo: int = 0, ahi: int | None = None, blo: int = 0, bhi: int | None = None
+    ) -> Match:
+        end = len(self.a) if ahi is None else ahi
+        if self.left >= 0:
+            self.left -= self._pairs_before[end] - self._pairs_before[alo]
+        return super().find_longest_match(alo, ahi, blo, bhi) if self.left >= 0 else Match(alo, blo, 0)
