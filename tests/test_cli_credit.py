@@ -10,11 +10,13 @@ from typer.testing import CliRunner
 
 from spangrad.adapters import account_unread
 from spangrad.cli import app
+from spangrad.commands import crediting, exporting, training_rows
 from spangrad.commands.crediting import compare
 from spangrad.commands.options import DEFAULT_STORE
 from spangrad.errors import ConfigError
 from spangrad.store import open_store
 from spangrad.store.records import Reward, Rollout
+from spangrad.trainer.config import load_config
 from tests.command_line import listed, recorded
 
 README = Path(__file__).resolve().parents[1] / "credit" / "README.md"
@@ -169,6 +171,26 @@ def test_a_config_brings_its_estimator_and_settings(store: str, tmp_path: Path) 
     (found,) = listed("credit", "compare", "--store", store, *estimators, "--json")
     names = [one["name"] for one in found["estimators"]]
     assert names == ["rloo+gigpo:gamma=0.5", "grpo", "leave_one_out_to_go:gamma=0.5"]
+
+
+@pytest.mark.parametrize(
+    ("option", "weights"), [((), {"tests": 0.5}), (("--reward", "reward"), {"reward": 1.0})]
+)
+def test_a_reward_that_is_asked_for_counts_also_where_it_is_the_usual_one(
+    tmp_path: Path, option: tuple[str, ...], weights: dict[str, float]
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(
+        '[run]\nid = "x"\n[agent]\nfunction = "a.py:f"\ntasks = "a.py:t"\nreward = "a.py:r"\n'
+        "[credit]\nreward_weights = {tests = 0.5}\n"
+    )
+    reward = option[-1] if option else None
+    found, _, _ = crediting._configs("grpo,rloo", config, reward)
+    assert [one.reward_weights for one in found.values()] == [weights] * 2
+    assert training_rows._settings(config, clone=False, reward=reward)["reward_weights"] == weights
+    settings = load_config(config)
+    credit = exporting._credit(settings, None, reward, None, clone=False, keep_unknown_tools=False)
+    assert credit.weights == weights
 
 
 def test_filters_choose_whole_groups(store: str) -> None:

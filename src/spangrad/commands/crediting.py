@@ -27,7 +27,6 @@ from spangrad.commands.options import (
 )
 from spangrad.commands.output import note, print_json, print_rows
 from spangrad.errors import ConfigError, CreditError
-from spangrad.store.records import DEFAULT_REWARD
 
 if TYPE_CHECKING:
     from spangrad.credit.compare import Comparison
@@ -73,7 +72,7 @@ def compare(
         list[str] | None,
         typer.Option("--author", help="Whose rewards count: evaluator, operator, agent; several times."),
     ] = None,
-    reward: RewardOption = DEFAULT_REWARD,
+    reward: RewardOption = None,
     limit: Annotated[
         int, typer.Option("--limit", min=0, help="Groups and steps in a table; 0: all.")
     ] = _SHOWN,
@@ -157,7 +156,7 @@ app.command(
 
 
 def _configs(
-    estimators: str, config: Path | None, reward: str
+    estimators: str, config: Path | None, reward: str | None
 ) -> "tuple[dict[str, CreditConfig], Sequence[str] | None, str]":
     """Name -> estimator, whose rewards count (None: not said), and where paths in the estimators start from.
 
@@ -193,7 +192,7 @@ def _configs(
         if text:
             one = parsed(text, base)
             found[spelled(one)] = one
-    if reward != DEFAULT_REWARD:
+    if reward is not None:
         found = {name: replace(one, reward_weights={reward: 1.0}) for name, one in found.items()}
     if not found:
         raise ConfigError(f"--estimators names none; for example {DEFAULT_ESTIMATORS}")

@@ -94,7 +94,7 @@ def export(
         list[str] | None,
         typer.Option("--author", help="Whose rewards count: evaluator, operator, agent; several times."),
     ] = None,
-    reward: RewardOption = DEFAULT_REWARD,
+    reward: RewardOption = None,
     clone: Annotated[
         bool, typer.Option("--clone", help="Transitions without rewards: advantage 1 everywhere.")
     ] = False,
@@ -184,7 +184,7 @@ def _check_objective(config: Path, name: str) -> None:
 def _credit(
     settings: "TrainConfig | None",
     author: list[str] | None,
-    reward: str,
+    reward: str | None,
     tokenizer: Path | None,
     *,
     clone: bool,
@@ -200,7 +200,7 @@ def _credit(
     if settings is not None:
         credit, authors = settings.credit, settings.rollout.reward_authors
         base_dir = settings.base_dir
-    if reward != DEFAULT_REWARD:
+    if reward is not None:
         credit = replace(credit, reward_weights={reward: 1.0})
     if keep_unknown_tools and not (tokenizer and clone):
         raise ConfigError(KEEPS_WITHOUT_RENDERING)
@@ -209,7 +209,8 @@ def _credit(
         require("`spangrad export --tokenizer`", "train")
         renders = clone or _default_grade(settings, is_text=False) is MinGrade.TEXT
         render = renderer(tokenizer, clone=renders, keep_unknown_tools=keep_unknown_tools)
-    return Credit(None if clone else credit, author or authors, reward, render, base_dir, keep_unknown_tools)
+    name = DEFAULT_REWARD if reward is None else reward
+    return Credit(None if clone else credit, author or authors, name, render, base_dir, keep_unknown_tools)
 
 
 def _default_grade(settings: "TrainConfig | None", *, is_text: bool) -> MinGrade:

@@ -47,7 +47,10 @@ AuthorOption = Annotated[
         help="Whose rewards count: evaluator and operator, if not given, or agent; several times.",
     ),
 ]
-RewardOption = Annotated[str, typer.Option("--reward", help="Name of the reward that counts.")]
+RewardOption = Annotated[
+    str | None,
+    typer.Option("--reward", help="Name of the reward that counts; the config's, or `reward`, if not given."),
+]
 KeepUnknownToolsOption = Annotated[
     bool,
     typer.Option(

@@ -12,7 +12,6 @@ from spangrad.commands.options import (
     DEFAULT_STORE,
     JsonOption,
     KeyOption,
-    RewardOption,
     StoreOption,
     opened,
     other_names,
@@ -72,7 +71,7 @@ def sql(
 def report(
     store: StoreOption = DEFAULT_STORE,
     key: KeyOption = None,
-    reward: RewardOption = DEFAULT_REWARD,
+    reward: Annotated[str, typer.Option("--reward", help="Name of the reward that counts.")] = DEFAULT_REWARD,
     as_json: JsonOption = False,
 ) -> None:
     """Say what the store's calls can train, and what to change where they were recorded to train more.

@@ -27,7 +27,6 @@ from spangrad.commands.options import (
 from spangrad.commands.output import note, print_json, print_rows
 from spangrad.commands.rendering import KEEPS_WITHOUT_RENDERING, mixed_ids, renderer
 from spangrad.errors import ConfigError
-from spangrad.store.records import DEFAULT_REWARD
 
 if TYPE_CHECKING:
     from spangrad.adapters.model_call import ModelCall
@@ -54,7 +53,7 @@ def transitions(
         ),
     ] = None,
     author: AuthorOption = None,
-    reward: RewardOption = DEFAULT_REWARD,
+    reward: RewardOption = None,
     min_grade: Annotated[
         str | None,
         typer.Option(
@@ -239,7 +238,7 @@ def _tell_refused(
         )
 
 
-def _settings(config: Path | None, *, clone: bool, reward: str) -> "RowSettings":
+def _settings(config: Path | None, *, clone: bool, reward: str | None) -> "RowSettings":
     """As a run with this config has them, but for what other options ask for."""
     from spangrad.credit.credit_config import CreditConfig
     from spangrad.credit.rewards import DEFAULT_AUTHORS, DEFAULT_WEIGHTS
@@ -263,7 +262,7 @@ def _settings(config: Path | None, *, clone: bool, reward: str) -> "RowSettings"
     if clone:
         settings["config"] = settings["prefer"] = None
         settings["target"] = "actions"
-    if reward != DEFAULT_REWARD:
+    if reward is not None:
         settings["reward_weights"] = {reward: 1.0}
     return settings
 
