@@ -12,7 +12,6 @@ Invariants:
 Shape letters: N rollouts with a reward, S their steps.
 """
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from spangrad.credit.filtering import (
     is_overlong,
     penalized,
 )
-from spangrad.credit.groups import labels
+from spangrad.credit.groups import LARGEST, labels
 from spangrad.credit.scoring import cycle_test, lacks_scores, with_terms
 from spangrad.credit.types import Trajectory
 from spangrad.credit.values import lacks_values, require_values, value_targets
@@ -174,7 +173,8 @@ def _check(trajectories: Sequence[Trajectory]) -> None:
             )
         rewards = [trajectory.reward, *(step.reward for step in trajectory.steps)]
         for reward in rewards:
-            if reward is not None and not math.isfinite(reward):
+            if reward is not None and not abs(reward) <= LARGEST:
                 raise CreditError(
-                    f"rollout {trajectory.rollout_id!r} has reward {reward!r}; expected a finite one or none"
+                    f"rollout {trajectory.rollout_id!r} has reward {reward!r}; expected a finite one of size"
+                    f" {LARGEST:g} at most, or none"
                 )

@@ -13,6 +13,8 @@ from spangrad.errors import CreditError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+LARGEST: Final = 1e100
+"""Size of the largest reward that is taken: squares of sums of it are numbers yet."""
 
 _ROUNDING: Final = 8 * float(np.finfo(np.float64).eps)
 """Numbers that differ by so much of their size are equal: .1 + .2 and .3."""
@@ -34,12 +36,12 @@ def pool_statistics(values_X: Floats, labels_X: Ints, *, ddof: int) -> PoolStati
         mean = sum(x) / n,   std = sqrt(sum((x - mean)^2) / (n - ddof))
 
     Args:
-        values_X: Finite numbers.
+        values_X: Finite numbers, not above `LARGEST` in size.
         labels_X: Equal label = same pool.
         ddof: 0: population, 1: sample standard deviation.
 
     Raises:
-        CreditError: Shapes differ, or a number is not finite.
+        CreditError: Shapes differ, or a number is not finite or too large.
 
     Where all numbers of a pool are equal, up to a few units in the last place, the standard deviation is
     exactly 0 and the mean exactly the first one: no rounding makes a signal of nothing.
@@ -48,9 +50,12 @@ def pool_statistics(values_X: Floats, labels_X: Ints, *, ddof: int) -> PoolStati
         raise CreditError(
             f"values have shape {values_X.shape}, labels {labels_X.shape}; both must be the same line"
         )
-    if not np.isfinite(values_X).all():
-        where = int(np.flatnonzero(~np.isfinite(values_X))[0])
-        raise CreditError(f"value {where} is {float(values_X[where])!r}; expected a finite number")
+    if not (is_fit_X := np.abs(values_X) <= LARGEST).all():
+        where = int(np.flatnonzero(~is_fit_X)[0])
+        raise CreditError(
+            f"value {where} is {float(values_X[where])!r}; expected a finite number of size"
+            f" {LARGEST:g} at most"
+        )
     first, pool_X = _pools(labels_X)
     counts = np.bincount(pool_X, minlength=len(first))
     # Around the pool's first member, so that equal numbers give exact zeros.

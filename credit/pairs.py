@@ -16,6 +16,7 @@ from typing import Final, Literal
 
 import numpy as np
 
+from spangrad.credit.groups import LARGEST
 from spangrad.credit.transition import CallSegment, Preference, Transition
 from spangrad.credit.transitions import MISSING_REWARD, Refused
 from spangrad.errors import ConfigError, CreditError
@@ -182,8 +183,11 @@ def check_returns(rows: Sequence[Transition], returns: Mapping[str, float | None
                 f"{row.attempt}; preferences need one attempt of each"
             )
     for rollout, value in returns.items():
-        if value is not None and not np.isfinite(value):
-            raise CreditError(f"rollout {rollout!r} has return {value!r}; expected a finite one or none")
+        if value is not None and not abs(value) <= LARGEST:
+            raise CreditError(
+                f"rollout {rollout!r} has return {value!r}; expected a finite one of size"
+                f" {LARGEST:g} at most, or none"
+            )
 
 
 def _groups(rows: Sequence[Transition], why: dict[str, str]) -> list[list[str]]:

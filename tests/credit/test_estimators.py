@@ -133,6 +133,18 @@ def test_a_lone_rollout_keeps_its_raw_return_if_asked():
 def test_a_return_that_is_not_finite_is_an_error(estimator):
     with pytest.raises(CreditError, match="nan"):
         estimator(floats(1.0, float("nan")), ints(0, 0))
+    with pytest.raises(CreditError, match=r"value 1 is -1e\+308; expected a finite number of size 1e\+100"):
+        estimator(floats(1.0, -1e308), ints(0, 0))
+
+
+@pytest.mark.parametrize("method", [gigpo, gigpo_as_published])
+@pytest.mark.parametrize("wrong", [2, -1])
+def test_a_step_of_an_unknown_rollout_is_an_error(method, wrong):
+    index = EXAMPLE["rollout_index_S"].copy()
+    index[3] = wrong
+    message = f"step 3 is of rollout {wrong}; expected 0 to {len(EXAMPLE['returns_N']) - 1}"
+    with pytest.raises(CreditError, match=message):
+        method(**EXAMPLE | {"rollout_index_S": index})
 
 
 def test_shapes_that_differ_are_an_error():

@@ -169,6 +169,10 @@ def test_what_can_not_be_asked_for():
         paired([rows[0], replace(rows[0], attempt=1)], {"a": 1.0})
     with pytest.raises(CreditError, match="rollout 'a' has return nan"):
         labelled(rows, {"a": float("nan")})
+    with pytest.raises(
+        CreditError, match=r"rollout 'a' has return 1e\+308; expected a finite one of size 1e\+100"
+    ):
+        labelled(rows, {"a": 1e308})
 
 
 @st.composite
