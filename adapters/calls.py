@@ -13,7 +13,7 @@ Invariants:
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from spangrad.adapters.conversations import service_of
+from spangrad.adapters.conversations import service_of, user_of
 from spangrad.adapters.dialects import DIALECTS, NO_DIALECT, recognise
 from spangrad.adapters.dialects.dialect import Names
 from spangrad.adapters.dialects.growing import read_together
@@ -167,6 +167,7 @@ def call_to_json(call: ModelCall) -> dict[str, Any]:
         "is_trained_policy": call.is_trained_policy,
         "response_id": call.response_id,
         "conversation_id": call.conversation_id,
+        "user_id": call.user_id,
         "error": call.error,
         "usage": dict(call.usage),
         "start_ns": call.start_ns,
@@ -186,20 +187,22 @@ def _readable(spans: Iterable[Span]) -> Iterator[tuple[str, Span]]:
 
 
 def _filled_in(reading: Reading, by_id: Mapping[tuple[str, str], Span]) -> Reading:
-    """Fill in what only the span's ancestors say: agent, step, rollout, attempt, conversation."""
+    """Fill in what only the span's ancestors say: agent, step, rollout, attempt, conversation, user."""
     span, seen = reading.span, dict[str, None]()
     agent, step, index = reading.agent_name, reading.step_name, reading.step_index
     rollout, attempt = reading.rollout_id, reading.attempt
     dialect = DIALECTS[reading.dialect]
-    names, conversation = dialect.names, reading.conversation_id
+    names, conversation, user = dialect.names, reading.conversation_id, reading.user_id
     if names is not None and dialect.trace_span_id is not None:
         whole = by_id.get((span.trace_id, dialect.trace_span_id))
         conversation = conversation if whole is None else names(whole).conversation or conversation
+        user = user if whole is None else user_of(whole)
     while span.span_id not in seen:
         seen[span.span_id] = None
         told = NO_NAMES if names is None or span is reading.span else names(span)
         agent = agent or text(span.attributes, c.AGENT_NAME) or told.agent
         conversation = conversation or text(span.attributes, c.CONVERSATION_ID) or told.conversation
+        user = user or user_of(span)
         if step is None and told.step is not None:
             step, index = told.step, told.step_index
         if step is None and (step := text(span.attributes, c.STEP_NAME)) is not None:
@@ -214,7 +217,7 @@ def _filled_in(reading: Reading, by_id: Mapping[tuple[str, str], Span]) -> Readi
         span = parent
     reading.agent_name, reading.step_name, reading.step_index = agent, step, index
     reading.rollout_id, reading.attempt, reading.conversation_id = rollout, attempt, conversation
-    reading.ancestor_span_ids = tuple(seen)[1:]
+    reading.user_id, reading.ancestor_span_ids = user, tuple(seen)[1:]
     return reading
 
 
@@ -242,6 +245,7 @@ def _call(reading: Reading, group: Sequence[Reading]) -> ModelCall:
         service=next((name for r in group if (name := service_of(r.span)) is not None), None),
         recorders=tuple(sorted({r.span.scope for r in group})),
         conversation_id=reading.conversation_id,
+        user_id=reading.user_id,
         messages=reading.messages,
         tools=reading.tools,
         sampling=reading.sampling,

@@ -1,4 +1,4 @@
-"""Whose conversation it is: ids of sessions, threads and conversations, as something to join by.
+"""Whose conversation it is: ids of sessions, threads, conversations and users, as something to join by.
 
 Knows resources of spans and columns of exports; does not know calls or stores.
 
@@ -89,6 +89,16 @@ PROJECTS: Final = (
     "langsmith.trace.session_name",
 )
 """Attributes that name the project of a span without a service; LangSmith's session is its project."""
+USERS: Final = (
+    *("user.id", "enduser.id", "langfuse.user.id", "enduser.pseudo.id"),
+    *("langsmith.metadata.user_id", "traceloop.association.properties.user_id"),
+    "metadata.user_api_key_end_user_id",
+)
+"""Attributes that name the user whom a call is for."""
+NOBODY: Final = frozenset(
+    ["none", "null", "nil", "nan", "undefined", "unknown", "unset", "anonymous", "default"]
+)
+"""What stands there where there is no user, in any case."""
 _PROJECT_NAME: Final = "openinference.project.name"
 _WORDS: Final = re.compile(r"[^\W_]+")
 _NUMBERED: Final = re.compile(r"([^\W\d_]+)(\d*)")
@@ -105,6 +115,16 @@ def service_of(span: Span) -> str | None:
     if project is None and span.attributes.keys().isdisjoint(PROJECTS):
         return None
     return project or next((found for key in PROJECTS if (found := _text(span.attributes, key))), None)
+
+
+def user_of(span: Span) -> str | None:
+    """The user whom a span, or its resource, is for; None: it names none."""
+    for values in (span.attributes, span.resource):
+        for key in USERS:
+            told = values.get(key)
+            if isinstance(told, str | int) and str(told).casefold() not in ("", *NOBODY):
+                return str(told)
+    return None
 
 
 def is_specific(conversation_id: str) -> bool:

@@ -87,6 +87,7 @@ def merge(group: Sequence[Reading]) -> Reading:
         ancestor_span_ids=namer.ancestor_span_ids,
         rollout_id=_first(*(r.rollout_id for r in group)),
         conversation_id=_first(*(r.conversation_id for r in group)),
+        user_id=_first(*(r.user_id for r in group)),
         attempt=_first(*(r.attempt for r in group)),
         purpose=_first(*(r.purpose for r in group)),
         is_trained_policy=_first(content.is_trained_policy, *(r.is_trained_policy for r in group)),

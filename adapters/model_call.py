@@ -68,6 +68,8 @@ class ModelCall:
     response_id: str | None = None
     conversation_id: str | None = None
     """Session, thread or conversation that a recorder named: a hint at what belongs to one rollout."""
+    user_id: str | None = None
+    """The user whom it is for, as a recorder named him."""
     service: str | None = None
     """Service of the recorder, or project of the export: a conversation id is one of theirs."""
     recorders: Sequence[str] = ()

@@ -82,6 +82,7 @@ def _joined(whole: Reading, part: Reading) -> Reading:
         ancestor_span_ids=whole.ancestor_span_ids,
         rollout_id=whole.rollout_id or part.rollout_id,
         conversation_id=whole.conversation_id or part.conversation_id,
+        user_id=whole.user_id or part.user_id,
         attempt=whole.attempt if whole.attempt is not None else part.attempt,
         purpose=whole.purpose or part.purpose,
         is_trained_policy=part.is_trained_policy

@@ -43,6 +43,8 @@ class Reading:
     rollout_id: str | None = None
     conversation_id: str | None = None
     """Session, thread or conversation that the recorder names."""
+    user_id: str | None = None
+    """The user whom it is for, by itself or what is above it."""
     attempt: int | None = None
     purpose: Purpose | None = None
     is_trained_policy: bool | None = None

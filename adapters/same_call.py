@@ -8,7 +8,7 @@ Knows readings; does not know dialects, gateways or grades.
 Invariants:
 * a recorder tells of a call once: two of its accounts are never joined, whatever they share;
 * accounts are of one time: each begins while the other goes on;
-* accounts that contradict each other are not joined: other rollouts, models, response ids, replies, and
+* accounts that contradict each other are not joined: other rollouts, users, models, response ids, replies, and
   outside of one trace other requests;
 * near linear in the number of accounts, also where thousands ask the same at once.
 """
@@ -168,7 +168,7 @@ class _Waiting:
 
 def _may_be_one(one: _Group, other: _Group) -> bool:
     return one.recorders().isdisjoint(other.recorders()) and all(
-        begin_together(a, b) and same_place(a, b) and _same_model(a.model, b.model)
+        begin_together(a, b) and same_place(a, b) and _same_user(a, b) and _same_model(a.model, b.model)
         for a in one.members
         for b in other.members
     )
@@ -240,6 +240,11 @@ def named_rollout(reading: Reading) -> str | None:
     """The rollout that a recorder named; one that was found afterwards is named by its first trace."""
     name = reading.rollout_id
     return None if name is None or _TRACE_ID.fullmatch(name) else name
+
+
+def _same_user(one: Reading, other: Reading) -> bool:
+    """Whether they are of one trace, or nothing says that they are for different users."""
+    return one.span.trace_id == other.span.trace_id or _agree(one.user_id, other.user_id)
 
 
 def _same_model(one: str | None, other: str | None) -> bool:

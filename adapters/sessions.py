@@ -7,13 +7,15 @@ messages and ids; does not know stores, dialects or token ids.
 Invariants:
 * the calls of one trace stay together: nothing here splits;
 * a call goes on only from calls that had ended when it began, a day before at most;
+* no rule that guesses joins traces of different users, or of different specific conversations of theirs,
+  directly or through others;
 * every joining has a named rule, and so has what is kept apart: none of them is proof;
 * what is found follows from the calls alone, not from their order.
 """
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
@@ -65,6 +67,8 @@ class KeptApart(StrEnum):
     """Its id is one that anybody could have thought of (`thread-1`), and no other rule joins it."""
     GAP = "more than 24 h later"
     """It goes on from another one, but that had ended more than GAP_NS before."""
+    OTHERS = "another user or session"
+    """It goes on from another one, but names, or is joined to what names, another user or conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,7 @@ class CallKeys:
     """Traces that it is told in."""
     rules: Sequence[str] | None = None
     """Rules that may join it; None: all."""
+    user_id: str | None = None
 
     def may(self, rule: Rule) -> bool:
         """Whether this rule may join it."""
@@ -151,6 +156,7 @@ def keys_of(call: ModelCall, rules: Sequence[Rule] = GUESSED) -> CallKeys:
         recorders=tuple(call.recorders),
         trace_ids=tuple(call.trace_ids),
         rules=None if set(rules) >= set(GUESSED) else tuple(sorted(rules)),
+        user_id=call.user_id,
     )
 
 
@@ -167,78 +173,106 @@ def sessions(calls: Iterable[CallKeys], joined: Iterable[Sequence[str]] = ()) ->
     several = [call.trace_ids for call in in_order if call.trace_ids is not None and len(call.trace_ids) > 1]
     known = [call.trace_id for call in in_order] + [trace_id for some in several for trace_id in some]
     traces = _Joined(dict.fromkeys(known))
+    for call in in_order:
+        traces.name(call)
     for own, *others in several:
         for other in others:
             traces.join(own, other, Rule.ONE_CALL)
     found = _Found()
     late: set[str] = set()
+    foreign: set[str] = set()
     unspecific: set[str] = set()
     for call in in_order:
-        for rule, earlier in found.continued_by(call):
+        users = traces.users(call.trace_id)
+        for rule, earlier in found.continued_by(call, users, traces.fit):
             if _is_late(call, earlier):
                 late.add(call.trace_id)
+            elif not traces.fit(earlier, call):
+                foreign.add(call.trace_id)
             else:
                 traces.join(earlier.trace_id, call.trace_id, rule)
         if call.conversation_id is not None and call.conversation_key is None:
             unspecific.add(call.trace_id)
-        found.add(call)
+        found.add(call, users)
     for own, *others in joined:
         for other in others:
-            traces.join(own, other, None)
-    return traces.sessions({t: KeptApart.UNSPECIFIC for t in unspecific} | {t: KeptApart.GAP for t in late})
+            if traces.may_join(own, other):
+                traces.join(own, other, None)
+    return traces.sessions(
+        {t: KeptApart.UNSPECIFIC for t in unspecific}
+        | {t: KeptApart.OTHERS for t in foreign}
+        | {t: KeptApart.GAP for t in late}
+    )
 
 
 def _is_late(call: CallKeys, earlier: CallKeys) -> bool:
     return call.start_ns - earlier.end_ns > GAP_NS
 
 
+Users = frozenset[str]
+Fit = Callable[[CallKeys, CallKeys], bool]
+
+
+def _places(key: str, users: Users) -> list[tuple[str, Users | None]]:
+    """Where calls are that may be of these users: theirs, nobody's, and at last anybody's."""
+    return [(key, users), (key, frozenset()), (key, None)] if users else [(key, None)]
+
+
 class _Found:
     """Earlier calls, by what a later one may go on from."""
 
     def __init__(self) -> None:
-        self._conversations: dict[str, CallKeys] = {}
+        self._conversations: dict[tuple[str, Users | None], CallKeys] = {}
+        """By key and users; None: whoever they are."""
         self._responses: dict[str, CallKeys] = {}
-        self._replies: dict[str, list[CallKeys]] = {}
+        self._replies: dict[tuple[str, Users | None], list[CallKeys]] = defaultdict(list)
         self._tool_calls: dict[str, list[CallKeys]] = {}
         self._continued: set[tuple[str, str]] = set()
 
-    def add(self, call: CallKeys) -> None:
+    def add(self, call: CallKeys, users: Users) -> None:
         if (key := call.conversation_key) is not None and call.may(Rule.CONVERSATION):
-            last = self._conversations.get(key)
-            if last is None or call.end_ns >= last.end_ns:
-                self._conversations[key] = call
+            for place in ((key, users), (key, None)):
+                last = self._conversations.get(place)
+                if last is None or call.end_ns >= last.end_ns:
+                    self._conversations[place] = call
         if call.response_id and call.may(Rule.RESPONSE):
             self._responses[call.response_id] = call
         for key in call.reply_keys if call.may(Rule.PREFIX) else ():
-            self._replies.setdefault(key, []).append(call)
+            self._replies[key, users].append(call)
+            self._replies[key, None].append(call)
         for key in set(call.tool_calls_made) if call.may(Rule.TOOL_CALL) else ():
             self._tool_calls.setdefault(key, []).append(call)
 
-    def continued_by(self, call: CallKeys) -> Iterable[tuple[Rule, CallKeys]]:
-        """The calls that this one goes on from, with the rule that says so."""
-        if call.conversation_key is not None and call.may(Rule.CONVERSATION):
-            last = self._conversations.get(call.conversation_key)
-            if last is not None:
-                yield Rule.CONVERSATION, last
+    def continued_by(self, call: CallKeys, users: Users, fit: Fit) -> Iterable[tuple[Rule, CallKeys]]:
+        """The calls that this one goes on from, with the rule that says so; rather those that fit."""
+        if (conversation := call.conversation_key) is not None and call.may(Rule.CONVERSATION):
+            places = _places(conversation, users)
+            lasts = [last for place in places if (last := self._conversations.get(place)) is not None]
+            lasts.sort(key=lambda last: (fit(last, call), last.end_ns))
+            if lasts:
+                yield Rule.CONVERSATION, lasts[-1]
         if call.previous_response_id and call.may(Rule.RESPONSE):
             named = self._responses.get(call.previous_response_id)
             if named is not None:
                 yield Rule.RESPONSE, named
         for key in call.prefix_keys if call.may(Rule.PREFIX) else ():
-            if (earlier := self._latest(key, call)) is not None:
-                if not _is_late(call, earlier):
-                    self._continued.add((key, earlier.call_id))
+            if (earlier := self._latest(key, call, users, fit)) is not None:
                 yield Rule.PREFIX, earlier
-                return  # what that one goes on from is joined to it
+                if fit(earlier, call):
+                    if not _is_late(call, earlier):
+                        self._continued.add((key, earlier.call_id))
+                    return  # what that one goes on from is joined to it
         for key in call.tool_calls_answered if call.may(Rule.TOOL_CALL) else ():
             makers = self._tool_calls.get(key, ()) if len(key) >= UNIQUE_ID_LENGTH else ()
             if len(makers) == 1 and makers[0].end_ns <= call.start_ns:
                 yield Rule.TOOL_CALL, makers[0]
 
-    def _latest(self, key: str, call: CallKeys) -> CallKeys | None:
+    def _latest(self, key: str, call: CallKeys, users: Users, fit: Fit) -> CallKeys | None:
         """The latest call with that reply that had ended; rather one that nothing has gone on from."""
-        last = self._replies.get(key, ())[-CANDIDATES:]
+        last = [c for place in _places(key, users) for c in self._replies.get(place, ())[-CANDIDATES:]]
+        last.sort(key=lambda c: (c.start_ns, c.call_id))
         ended = [c for c in last if c.end_ns <= call.start_ns]
+        ended = [c for c in ended if fit(c, call)] or ended[-1:]
         ended = [c for c in ended if not _is_late(call, c)] or ended[-1:]
         own = [c for c in ended if c.trace_id == call.trace_id]
         fresh = [c for c in ended if (key, c.call_id) not in self._continued]
@@ -253,12 +287,43 @@ class _Joined:
         self._parents = {trace_id: trace_id for trace_id in self._order}
         self._rules: dict[str, Rule | None] = {}
         """Each trace but the earliest of its set is joined once."""
+        self._users: dict[str, Users] = {}
+        """Those that a set names, by its root."""
+        self._conversations: dict[str, frozenset[str]] = {}
+
+    def name(self, call: CallKeys) -> None:
+        """Keep whose trace a call's is."""
+        if call.user_id is not None:
+            self._users[call.trace_id] = self.users(call.trace_id) | {call.user_id}
+        if call.conversation_id is not None and call.conversation_key is not None:
+            known = self._conversations.get(call.trace_id, frozenset())
+            self._conversations[call.trace_id] = known | {call.conversation_id}
+
+    def users(self, trace_id: str) -> Users:
+        """Users that a trace, and what it is joined to, names."""
+        return self._users.get(self._root(trace_id), frozenset())
+
+    def fit(self, one: CallKeys, other: CallKeys) -> bool:
+        """Whether nothing says that their traces are of different users or conversations."""
+        return self.may_join(one.trace_id, other.trace_id)
+
+    def may_join(self, one: str, other: str) -> bool:
+        """The same of traces; several services may name one conversation each in its own words."""
+        first, second = self._root(one), self._root(other)
+        users, others = self.users(first), self.users(second)
+        if users and others and users != others:
+            return False
+        told, also = self._conversations.get(first), self._conversations.get(second)
+        return told is None or also is None or not told.isdisjoint(also)
 
     def join(self, one: str, other: str, rule: Rule | None) -> None:
         first, second = sorted((self._root(one), self._root(other)), key=self._order.__getitem__)
         if first != second:
             self._parents[second] = first
             self._rules[second] = rule
+            for told in (self._users, self._conversations):
+                if second in told:
+                    told[first] = told.get(first, frozenset()) | told.pop(second)
 
     def _root(self, trace_id: str) -> str:
         root = trace_id

@@ -116,6 +116,12 @@ def m011_archived_owners(con: duckdb.DuckDBPyConnection) -> None:
     )
 
 
+def m012_users(con: duckdb.DuckDBPyConnection) -> None:
+    """Users, whose calls are not joined to another's: what has keys is read again, for those."""
+    con.execute("ALTER TABLE call_keys ADD COLUMN IF NOT EXISTS user_id VARCHAR")
+    con.execute("INSERT INTO unread_traces SELECT DISTINCT trace_id, 0 FROM call_keys")
+
+
 MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m001_initial,
     m002_place_of_calls,
@@ -128,6 +134,7 @@ MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m009_unknown_calls,
     m010_tools,
     m011_archived_owners,
+    m012_users,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

@@ -220,6 +220,7 @@ CALL_KEYS = Table(
         Column("recorders", "VARCHAR[]", "instrumentation scopes that told of it", True),
         Column("trace_ids", "VARCHAR[]", "traces that it is told in", True),
         Column("rules", "VARCHAR[]", "rules that may join it; NULL: all", True),
+        Column("user_id", "VARCHAR", "user whom it is for, as the recorder names him", True),
     ),
     key=("call_id",),
 )

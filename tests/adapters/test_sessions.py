@@ -198,3 +198,38 @@ def test_every_trace_is_in_one_session_whatever_the_order_of_arrival(shapes, ran
     assert all(sum(rules.values()) == len(traces) - 1 for traces, rules in found)
     random.shuffle(calls)
     assert joined(*calls) == found
+
+
+SAID = {"role": "assistant", "content": "ok"}
+
+
+def test_users_who_say_the_same_keep_their_conversations_apart():
+    users = [f"user-{number}" for number in range(CANDIDATES + 2)]
+    greeted = [call(n, user_id=user) for n, user in enumerate(users, 1)]
+    gone_on = [
+        call(1000 + n, (ASK, SAID, ASK), "more", user_id=user) for n, user in enumerate(reversed(users))
+    ]
+    found = joined(*greeted, *gone_on)
+    assert found == [([n, 1000 + len(users) - n], {Rule.PREFIX: 1}) for n in range(1, len(users) + 1)]
+
+
+@pytest.mark.parametrize("name", ["user_id", "conversation_id"])
+def test_another_users_or_sessions_reply_is_not_gone_on_from(name):
+    alice, bob = {name: "alice-1f7c"}, {name: "bob-83d2"}
+    assert reasons(call(1, **alice), call(2, (ASK, SAID, ASK), **bob)) == [None, KeptApart.OTHERS]
+    shorter = (ASK, SAID, ASK, SAID, ASK)  # the longest prefix is another's
+    found = joined(call(1, **alice), call(2, (ASK, SAID, ASK), **bob), call(3, shorter, **alice))
+    assert [traces for traces, _ in found] == [[1, 3], [2]]
+
+
+def test_who_names_nobody_joins_no_two_users():
+    prompts: list[Any] = [(ASK,) + (SAID, ASK) * turns for turns in range(3)]
+    named = [call(n, prompt, user_id=who) for n, (prompt, who) in enumerate(zip(prompts, "a-b", strict=True))]
+    nobody = call(1, prompts[1])
+    assert joined(named[0], nobody, named[2]) == [([0, 1], {Rule.PREFIX: 1}), ([2], {})]
+    assert joined(call(0, prompts[0]), call(1, prompts[1], user_id="b")) == [([0, 1], {Rule.PREFIX: 1})]
+
+
+def test_users_of_one_conversation_go_on_each_with_their_own():
+    calls = [call(n, conversation_id="room-7f3a21", user_id="ab"[n % 2]) for n in range(4)]
+    assert [traces for traces, _ in joined(*calls)] == [[0, 2], [1, 3]]

@@ -10,6 +10,7 @@ from spangrad.adapters.sessions import Rule
 from spangrad.store.file_store import FileStore
 from spangrad.store.records import Reward, RolloutStatus
 from tests.adapters.captured import FIXTURES
+from tests.adapters.conversing import joined, turn, written
 
 MULTI_TURN = FIXTURES / "genai_openai" / "multi_turn.otlp.jsonl"
 
@@ -99,3 +100,15 @@ def test_a_clock_that_says_anything_keeps_no_rollout_from_being_known(store, tmp
         call.rollout_id for call in calls_of(store)
     }
     assert max(rollout.ended_ns for rollout in store.rollouts()) == 2**63 - 1
+
+
+@pytest.mark.parametrize("key", ["user.id", "enduser.id"])
+def test_users_who_began_alike_are_kept_apart_in_whatever_order_they_come(store, tmp_path, key):
+    alice, bob = {key: "alice"}, {key: "bob"}
+    spans = [
+        *(turn(1, ["hello"], "hi", **alice), turn(2, ["hello"], "hi", **bob)),
+        *(turn(3, ["hello", "hi", "I am A"], **alice), turn(4, ["hello", "hi", "I am B"], **bob)),
+    ]
+    for file in written(tmp_path / "in", *([spans[n]] for n in (3, 0, 2, 1))):
+        ingest([file], store)
+    assert joined(store) == [[1, 3], [2, 4]]
