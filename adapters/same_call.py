@@ -8,8 +8,8 @@ Knows readings; does not know dialects, gateways or grades.
 Invariants:
 * a recorder tells of a call once: two of its accounts are never joined, whatever they share;
 * accounts are of one time: each begins while the other goes on;
-* accounts that contradict each other are not joined: other rollouts, users, models, response ids, replies, and
-  outside of one trace other requests;
+* accounts that contradict each other are not joined: other rollouts, models, response ids, replies, and
+  outside of one trace other users or requests;
 * near linear in the number of accounts, also where thousands ask the same at once.
 """
 

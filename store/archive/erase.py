@@ -21,7 +21,7 @@ import duckdb
 from spangrad.store.archive import folder as files
 from spangrad.store.archive.move import forget_messages, id_table, next_part, write_partition
 from spangrad.store.archive.partitions import ARCHIVED
-from spangrad.store.archive.units import needed_rollouts, old_units, traces_of, units
+from spangrad.store.archive.units import UNDATED_NS, needed_rollouts, old_units, traces_of, undated, units
 from spangrad.store.schema import ARCHIVED_TRACES, ARCHIVES, MESSAGES, TABLES, UPDATES, Table
 from spangrad.store.tables.database import Database
 
@@ -47,7 +47,10 @@ UPDATE call_keys SET trace_ids = list_filter(trace_ids, lambda t: NOT list_conta
 FROM (SELECT list(trace_id) AS ids FROM gone_traces) gone WHERE list_has_any(trace_ids, gone.ids)
 """
 """A call that is told in a trace that goes may be one of a trace that stays."""
-_OLD_LOGS: Final = "SELECT log_id FROM logs WHERE trace_id IS NULL AND greatest(time_ns, observed_ns) < ?"
+_OLD_LOGS: Final = (
+    f"SELECT log_id FROM logs WHERE trace_id IS NULL AND greatest(time_ns, observed_ns) >= {UNDATED_NS} "
+    "AND greatest(time_ns, observed_ns) < ?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class Selection:
     """Files of the archive that are gone or damaged: nobody knows what of their partitions is to go."""
     hidden: int = 0
     """Traces in those partitions."""
+    undated: int = 0
+    """Rollouts or traces that stay, as they tell no time."""
 
 
 @dataclass(slots=True)
@@ -87,7 +92,9 @@ def select_old(database: Database, before_ns: int) -> Selection:
         idle -= needed_rollouts(con, before_ns)
         logs = [log_id for (log_id,) in con.execute(_OLD_LOGS, [before_ns]).fetchall()]
     rollouts = idle | {rollout_id for unit in old for rollout_id in unit.rollouts}
-    return Selection(traces_of(old), sorted(rollouts), logs, needed, damaged, len(hidden))
+    return Selection(
+        traces_of(old), sorted(rollouts), logs, needed, damaged, len(hidden), undated=undated(found)
+    )
 
 
 def select_by_attribute(database: Database, attributes: Sequence[tuple[str, str]]) -> Selection:

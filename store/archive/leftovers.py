@@ -14,6 +14,7 @@ from typing import Any
 from spangrad.errors import StoreError
 from spangrad.store.archive.erase import Selection
 from spangrad.store.archive.folder import sync
+from spangrad.store.archive.units import UNDATED_NS
 from spangrad.store.encoding import encode_json
 from spangrad.store.file_store import rejected_file, spool_folder
 from spangrad.store.otlp import decode_request, encode_request
@@ -56,7 +57,7 @@ def _clean_rejected(file: Path, selection: Selection, attributes: Attributes, be
         span
         for span in spans
         if span.trace_id not in gone
-        and max(span.start_ns, span.end_ns) >= before_ns
+        and not UNDATED_NS <= max(span.start_ns, span.end_ns) < before_ns
         and not _has_any(span, attributes)
     ]
     if len(kept) < len(spans):

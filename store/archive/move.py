@@ -19,7 +19,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from spangrad.store.archive import folder as files
 from spangrad.store.archive.partitions import ARCHIVED
 from spangrad.store.archive.rewrite import Progress
-from spangrad.store.archive.units import Unit, old_units, traces_of, units
+from spangrad.store.archive.units import Unit, old_units, traces_of, undated, units
 from spangrad.store.schema import ARCHIVED_TRACES, ARCHIVES, LOGS, MESSAGES, SPANS, Table
 from spangrad.store.tables.database import Database
 from spangrad.store.tables.rows import insert_rows
@@ -43,6 +43,8 @@ class Moved:
     logs: int
     needed: int
     """Rollouts or traces that are as old and stay: a worker or a run that goes on waits for them."""
+    undated: int
+    """Rollouts or traces that stay, as they tell no time."""
     size_bytes: int
     """Of the Parquet files written."""
 
@@ -52,7 +54,8 @@ def move(
 ) -> Moved:
     """Move what ended before a time into partitions; with `dry_run` only count."""
     with database.snapshot() as con:
-        old, needed = old_units(con, units(con), before_ns)
+        found = units(con)
+        old, needed = old_units(con, found, before_ns)
         counts = _count(con, traces_of(old))
     by_day: dict[str, list[Unit]] = {}
     for unit in sorted(old, key=lambda one: (one.last_ns, one.traces)):
@@ -72,6 +75,7 @@ def move(
         spans=counts[0],
         logs=counts[1],
         needed=needed,
+        undated=undated(found),
         size_bytes=size_bytes,
     )
 

@@ -5,7 +5,8 @@ rollout is joined to: a rollout with all its traces, a session, or one trace tha
 
 Invariants:
 * whatever a span of a unit refers to (messages aside) is in the unit;
-* a unit is old when its last span or log record ended before the day that is asked for;
+* a unit is old when its last span or log record ended before the day that is asked for; one that tells no
+  time is not;
 * a unit is needed while one of its rollouts is queued or running for a worker, or waits for an update: it
   succeeded, no update has consumed it, and its run was alive (an update, a publish, a rollout of its own) on
   that day or later.
@@ -51,6 +52,8 @@ SELECT rollout_id FROM rollouts WHERE NOT is_recorded AND (
         WHERE run_id IS NOT NULL)
       GROUP BY run_id HAVING max(time_ns) >= ?)))
 """
+UNDATED_NS: Final = 10**6
+"""What ended before this tells no time: rows of an export that has none are numbered from 0."""
 
 
 @dataclass(slots=True)
@@ -97,10 +100,15 @@ def old_units(
     con: duckdb.DuckDBPyConnection, found: Sequence[Unit], before_ns: int
 ) -> tuple[list[Unit], int]:
     """Units that ended before a time and that nobody needs, and how many old ones are still needed."""
-    old = [unit for unit in found if unit.last_ns < before_ns]
+    old = [unit for unit in found if UNDATED_NS <= unit.last_ns < before_ns]
     needed = needed_rollouts(con, before_ns)
     free = [unit for unit in old if needed.isdisjoint(unit.rollouts)]
     return free, len(old) - len(free)
+
+
+def undated(found: Sequence[Unit]) -> int:
+    """How many units tell no time."""
+    return sum(unit.last_ns < UNDATED_NS for unit in found)
 
 
 def needed_rollouts(con: duckdb.DuckDBPyConnection, before_ns: int) -> set[str]:

@@ -15,6 +15,7 @@ import pytest
 
 from spangrad.store.archive import leftovers
 from spangrad.store.archive.erase import Erased, erase, select_by_attribute, select_old
+from spangrad.store.archive.move import move
 from spangrad.store.archive.rewrite import rewrite
 from spangrad.store.file_store import FileStore, rejected_file, spool_folder
 from spangrad.store.otlp import decode_request, encode_logs
@@ -225,7 +226,7 @@ def test_what_is_in_a_damaged_partition_stays_whole_and_all_else_goes(tmp_path: 
         for rollout in store.claim(worker="w", limit=3):
             store.finish(rollout.rollout_id, 0)
         for day, mark in enumerate(marks):
-            store.put_otlp(request(of_user(day, "42", mark, rollout=f"r-{day}")))
+            store.put_otlp(request(of_user(day or 2, "42", mark, rollout=f"r-{day}")))
     archived(path, 3)
     with duckdb.connect(str(path)) as con:
         con.execute("UPDATE rollouts SET enqueued_ns = 1, started_ns = 2, ended_ns = 3")
@@ -301,6 +302,7 @@ def test_spans_put_aside_and_spooled_go_too(tmp_path: Path) -> None:
 ERASER = """
 import sys
 from spangrad.store.archive.erase import erase, select_by_attribute
+from spangrad.store.archive.move import move
 from spangrad.store.archive.rewrite import rewrite
 from spangrad.store.file_store import FileStore
 print("go", flush=True)
@@ -333,3 +335,15 @@ def test_a_kill_at_any_moment_leaves_all_of_a_user_or_nothing_and_the_next_run_e
         removed(copy / "s.duckdb", USER)
         assert all_of(copy / "s.duckdb") == after
         assert [bytes_with(copy, mark) for mark in marks] == [set(), set()]
+
+
+def test_what_tells_no_time_is_older_than_no_day(tmp_path: Path) -> None:
+    path = tmp_path / "s.duckdb"
+    with FileStore(path) as store:
+        store.put_otlp(request(of_user(0, 42, "x", rollout="undated") + of_user(1, 42, "y", rollout="old")))
+        store.put_logs(encode_logs([LogRecord(None, None, 0, 0, "x", body="undated")]))
+        selection = select_old(store.database, 9 * DAY_NS)
+        assert (selection.rollouts, list(selection.logs), selection.undated) == (["old"], [], 1)
+        moved = move(store.database, 9 * DAY_NS, dry_run=True)
+        assert (moved.rollouts, moved.undated) == (1, 1)
+        assert select_by_attribute(store.database, USER).rollouts == ["old", "undated"]

@@ -63,6 +63,8 @@ def archive(
         return
     if moved.needed:
         note(f"{moved.needed} that are as old stay: a worker or a training run waits for them")
+    if moved.undated:
+        note(f"{moved.undated} that tell no time stay: they are older than no day")
     if not moved.traces:
         note(f"nothing to move in {store!r} ended before {_shown(before_ns)}")
     else:
@@ -136,6 +138,7 @@ def gc(
         report = asdict(erased) | {
             "rejected": rejected,
             "kept_for_runs": selection.needed,
+            "kept_undated": selection.undated,
             "damaged": selection.damaged,
             "deleted": goes and not selection.damaged,
         }
@@ -165,6 +168,8 @@ def _show(erased: "Erased", selection: "Selection", store: str) -> None:
         note(f"nothing in {store!r} is to be deleted; its file is written anew all the same")
     if selection.needed:
         note(f"{selection.needed} that are as old stay: a worker or a training run waits for them")
+    if selection.undated:
+        note(f"{selection.undated} that tell no time stay: they are older than no day")
 
 
 def _others(files: Sequence[str]) -> str:
