@@ -194,9 +194,8 @@ def _filled_in(reading: Reading, by_id: Mapping[tuple[str, str], Span]) -> Readi
     dialect = DIALECTS[reading.dialect]
     names, conversation, user = dialect.names, reading.conversation_id, reading.user_id
     if names is not None and dialect.trace_span_id is not None:
-        whole = by_id.get((span.trace_id, dialect.trace_span_id))
-        conversation = conversation if whole is None else names(whole).conversation or conversation
-        user = user if whole is None else user_of(whole)
+        if (whole := by_id.get((span.trace_id, dialect.trace_span_id))) is not None:
+            conversation, user = names(whole).conversation or conversation, user or user_of(whole)
     while span.span_id not in seen:
         seen[span.span_id] = None
         told = NO_NAMES if names is None or span is reading.span else names(span)
