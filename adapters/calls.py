@@ -193,9 +193,9 @@ def _filled_in(reading: Reading, by_id: Mapping[tuple[str, str], Span]) -> Readi
     rollout, attempt = reading.rollout_id, reading.attempt
     dialect = DIALECTS[reading.dialect]
     names, conversation, user = dialect.names, reading.conversation_id, reading.user_id
-    if names is not None and dialect.trace_span_id is not None:
-        if (whole := by_id.get((span.trace_id, dialect.trace_span_id))) is not None:
-            conversation, user = names(whole).conversation or conversation, user or user_of(whole)
+    whole = by_id.get((span.trace_id, dialect.trace_span_id or ""))
+    if names is not None and whole is not None:
+        conversation, user = names(whole).conversation or conversation, user or user_of(whole)
     while span.span_id not in seen:
         seen[span.span_id] = None
         told = NO_NAMES if names is None or span is reading.span else names(span)

@@ -1,5 +1,6 @@
 """Patches against the right patch: SWE-RL's similarity."""
 
+from collections import Counter
 from collections.abc import Mapping
 from difflib import Match, SequenceMatcher
 from itertools import accumulate
@@ -83,13 +84,14 @@ class _Matcher(SequenceMatcher[str]):
     def __init__(self, predicted: list[str], right: list[str]) -> None:
         super().__init__(None, predicted, right, autojunk=False)
         self.left = MAX_PAIRS
-        pairs = (1 + len(self.b2j.get(part, ())) for part in predicted)
+        counts = Counter(right)
+        pairs = (1 + counts[part] for part in predicted)
         self._pairs_before = list(accumulate(pairs, initial=0))
 
     def find_longest_match(
         self, alo: int = 0, ahi: int | None = None, blo: int = 0, bhi: int | None = None
     ) -> Match:
-        end = len(self.a) if ahi is None else ahi
+        end = len(self._pairs_before) - 1 if ahi is None else ahi
         if self.left >= 0:
             self.left -= self._pairs_before[end] - self._pairs_before[alo]
         return super().find_longest_match(alo, ahi, blo, bhi) if self.left >= 0 else Match(alo, blo, 0)

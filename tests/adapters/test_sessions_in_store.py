@@ -1,6 +1,7 @@
 """Calls that name no rollout get one in a real store, in whatever pieces they arrive."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -104,7 +105,8 @@ def test_a_clock_that_says_anything_keeps_no_rollout_from_being_known(store, tmp
 
 @pytest.mark.parametrize("key", ["user.id", "enduser.id"])
 def test_users_who_began_alike_are_kept_apart_in_whatever_order_they_come(store, tmp_path, key):
-    alice, bob = {key: "alice"}, {key: "bob"}
+    alice: dict[str, Any] = {key: "alice"}
+    bob: dict[str, Any] = {key: "bob"}
     spans = [
         *(turn(1, ["hello"], "hi", **alice), turn(2, ["hello"], "hi", **bob)),
         *(turn(3, ["hello", "hi", "I am A"], **alice), turn(4, ["hello", "hi", "I am B"], **bob)),
