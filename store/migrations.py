@@ -119,7 +119,10 @@ def m011_archived_owners(con: duckdb.DuckDBPyConnection) -> None:
 def m012_users(con: duckdb.DuckDBPyConnection) -> None:
     """Users, whose calls are not joined to another's: what has keys is read again, for those."""
     con.execute("ALTER TABLE call_keys ADD COLUMN IF NOT EXISTS user_id VARCHAR")
-    con.execute("INSERT INTO unread_traces SELECT DISTINCT trace_id, 0 FROM call_keys")
+    con.execute(
+        "INSERT INTO unread_traces SELECT DISTINCT trace_id, 0 FROM call_keys "
+        "WHERE trace_id NOT IN (SELECT trace_id FROM unread_traces)"
+    )
 
 
 MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (

@@ -199,7 +199,7 @@ def test_what_an_older_store_has_joined_goes_on(tmp_path):
         ingest(written(tmp_path / "before", told[:2]), opened)
     with duckdb.connect(str(path)) as con:
         con.execute("DELETE FROM schema_migrations WHERE version >= 8")
-        for column in ("conversation_key", "request_key", "recorders", "trace_ids", "rules"):
+        for column in ("conversation_key", "request_key", "recorders", "trace_ids", "rules", "user_id"):
             con.execute(f"ALTER TABLE call_keys DROP COLUMN {column}")
         con.execute("ALTER TABLE sessions DROP COLUMN reason")
         con.execute("ALTER TABLE rewards DROP COLUMN trace_id")
