@@ -111,7 +111,8 @@ def test_rewards_are_recomputed_over_stored_rollouts_without_running_anything(
     with FileStore(group, read_only=True) as store:
         given = [(reward.rollout_id, reward.value) for reward in store.rewards()]
     first = [("r-1", 1.0), ("r-2", 0.0), ("r-3", 0.0)]
-    assert given == [*first, ("r-1", 1.0), ("r-2", 0.0), ("r-3", 1.0)]
+    assert given[:3] == first  # the others as verifiers, which work side by side, end
+    assert sorted(given[3:]) == [("r-1", 1.0), ("r-2", 0.0), ("r-3", 1.0)]
     rows = exported(tmp_path, group, "transitions")
     # Rewards 1, 0, 1 now: mean 2/3.
     signs = {row["rollout_id"]: advantages_of(row)[0] > 0 for row in rows}
