@@ -7,7 +7,7 @@ SELECT or EXPLAIN statement is run, and it runs in a read-only transaction, so n
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from datetime import date, time
 from decimal import Decimal
@@ -23,6 +23,8 @@ ROW_LIMIT: Final = 10_000
 TIMEOUT_S: Final = 30.0
 ARROW_TIMEOUT_S: Final = 600.0
 _BATCH_ROWS: Final = 1000
+_PATIENCE_S: Final = 0.02
+"""Between two words to DuckDB that it should stop."""
 
 _ASKERS_FAULT: Final = (
     duckdb.ProgrammingError,
@@ -143,7 +145,10 @@ def _interruptible(con: duckdb.DuckDBPyConnection) -> Iterator[Callable[[Callabl
             try:
                 return done.result()
             except KeyboardInterrupt:
-                con.interrupt()
+                done.cancel()
+                while not done.done():  # what has not begun yet does not hear it
+                    con.interrupt()
+                    wait([done], timeout=_PATIENCE_S)
                 raise
 
         yield run
