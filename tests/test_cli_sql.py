@@ -15,6 +15,7 @@ from spangrad.commands.output import print_rows
 from spangrad.store import open_store
 from spangrad.store.file_store import FileStore
 from spangrad.store.records import Reward
+from spangrad.store.tables.query import TIMEOUT_S
 from tests.command_line import ingested, listed, listen_to_ctrl_c, recorded, spangrad
 from tests.waiting import wait_until
 
@@ -118,7 +119,7 @@ def test_ctrl_c_ends_a_question_without_a_word(store, tmp_path, more):
         try:
             wait_until(lambda: is_open(store, asking.pid), 60)
             asking.send_signal(signal.SIGINT)
-            out, err = asking.communicate(timeout=60)
+            out, err = asking.communicate(timeout=TIMEOUT_S - 5)  # it is Ctrl-C that ends it, not its time
         finally:
             asking.kill()
     assert (asking.returncode, out, err) == (130, "", "")

@@ -51,9 +51,9 @@ def run_query(
     timeout_s: float = TIMEOUT_S,
 ) -> list[dict[str, Any]]:
     """Rows of one read-only statement; StoreError if it writes, takes too long or returns too much."""
-    with _asked(database, sql, timeout_s) as (con, _):
-        result = con.execute(sql, parameters) if parameters else con.execute(sql)
-        rows = result.fetchmany(row_limit + 1)
+    with _asked(database, sql, timeout_s) as (con, _), _interruptible(con) as run:
+        result = run(lambda: con.execute(sql, parameters) if parameters else con.execute(sql))
+        rows = run(lambda: result.fetchmany(row_limit + 1))
         if len(rows) > row_limit:
             raise StoreError(
                 f"the query returns more than {row_limit} rows; add LIMIT, count and group, "
@@ -134,7 +134,7 @@ def _asked(
 
 @contextmanager
 def _interruptible(con: duckdb.DuckDBPyConnection) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    """Runs work so that Ctrl-C ends it: DuckDB, reading as Arrow, looks for no signal."""
+    """Runs work so that Ctrl-C ends it: DuckDB looks for no signal, reading as Arrow or between its tasks."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda work: work()
         return
