@@ -120,7 +120,7 @@ def service_of(span: Span) -> str | None:
 def user_of(span: Span) -> str | None:
     """The user whom a span, or its resource, is for; None: it names none."""
     for values in (span.attributes, span.resource):
-        for key in USERS:
+        for key in () if values.keys().isdisjoint(USERS) else USERS:
             told = values.get(key)
             if isinstance(told, str | int) and str(told).casefold() not in ("", *NOBODY):
                 return str(told)

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from spangrad.adapters.comparing import plain_content, plain_tool_calls
+from spangrad.adapters.datasets.conversation import running_keys
 from spangrad.adapters.model_call import ModelCall
 
 IGNORED_KEYS: Final = frozenset({"id", "tool_call_id"})
@@ -58,14 +59,13 @@ def observation_of(call: ModelCall) -> str | None:
 
 def history_keys(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
     """A key of the messages up to and with each; ids do not count, nor how a client wrote them down."""
-    running = hashlib.blake2b(digest_size=16)
-    keys: list[bytes] = []
-    for message in messages:
-        content, calls = plain_content(message.get("content")), plain_tool_calls(message)
-        plain = _written({"role": message.get("role"), "content": content, "calls": calls})
-        running.update(plain.encode("utf-8", "surrogatepass"))
-        keys.append(running.digest())
-    return keys
+    return running_keys(messages, _key)
+
+
+def _key(message: Mapping[str, Any]) -> bytes:
+    content, calls = plain_content(message.get("content")), plain_tool_calls(message)
+    plain = _written({"role": message.get("role"), "content": content, "calls": calls})
+    return plain.encode("utf-8", "surrogatepass")
 
 
 def _text_of(message: Mapping[str, Any]) -> str:

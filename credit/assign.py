@@ -150,7 +150,7 @@ def _check_needs(trajectories: Sequence[Trajectory], config: CreditConfig) -> No
             "no call of this batch names its agent, so there is one role; choose episode 'grpo', or name"
             " agents (`gen_ai.agent.name`)"
         )
-    if config.step == "rtmc" and steps and not any(step.action for step in steps):
+    if config.needs_actions and steps and not any(step.action for step in steps):
         raise CreditError("no step of this batch tells what was done; choose a term that needs no actions")
     require_values(trajectories, config)
     if config.needs_branches:

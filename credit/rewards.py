@@ -108,6 +108,7 @@ def with_names(
     why = {
         rollout.rollout_id: _missing_because(rollout, given.get(rollout.rollout_id, ()), each, authors)
         for rollout, each in zip(rollouts, trajectories, strict=True)
+        if rollout.rollout_id in lacking
     }
     return [
         replace(one, reason=why.get(one.rollout_id or "", MISSING_REWARD), kind=MISSING_REWARD)

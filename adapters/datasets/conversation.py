@@ -11,7 +11,7 @@ Invariants:
 * a reply of the policy is told as it was sampled, also where the agent sent it back written differently.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -83,12 +83,12 @@ def task_key(task_id: str | None, group_id: str | None, first: ModelCall | None)
     return f"prompt:{running_keys(first.messages)[-1].hex() if first and first.messages else ''}"
 
 
-def running_keys(messages: Sequence[Message]) -> list[bytes]:
-    """A key of the messages up to and with each."""
+def running_keys(messages: Sequence[Message], key: Callable[[Message], bytes] = message_key) -> list[bytes]:
+    """A key of the messages up to and with each; `key` makes bytes of one."""
     running = blake2b(digest_size=16)
     keys: list[bytes] = []
     for message in messages:
-        running.update(message_key(message))
+        running.update(key(message))
         keys.append(running.digest())
     return keys
 

@@ -36,7 +36,7 @@ class CriticConfig:
         """Refuse values that can't be used."""
         check_values(self, "learner.critic.")
         for name, holds, expected in (
-            ("lr", 0 < self.lr < math.inf, "more than 0"),
+            ("lr", self.lr > 0, "more than 0"),
             ("steps", self.steps >= 1, "1 or more"),
             ("clip", self.clip is None or self.clip > 0, "more than 0"),
             ("warmup_updates", self.warmup_updates >= 0, "0 or more"),

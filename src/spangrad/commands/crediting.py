@@ -15,6 +15,7 @@ import typer
 from spangrad.commands.filters import check_authors, rollouts_named_by, rollouts_that_fit, trained_on
 from spangrad.commands.options import (
     DEFAULT_STORE,
+    AuthorOption,
     JsonOption,
     KeyOption,
     RewardOption,
@@ -68,10 +69,7 @@ def compare(
             " authors hold where they apply.",
         ),
     ] = None,
-    author: Annotated[
-        list[str] | None,
-        typer.Option("--author", help="Whose rewards count: evaluator, operator, agent; several times."),
-    ] = None,
+    author: AuthorOption = None,
     reward: RewardOption = None,
     limit: Annotated[
         int, typer.Option("--limit", min=0, help="Groups and steps in a table; 0: all.")

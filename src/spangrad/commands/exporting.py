@@ -14,6 +14,7 @@ import typer
 
 from spangrad.commands.options import (
     DEFAULT_STORE,
+    AuthorOption,
     JsonOption,
     KeepUnknownToolsOption,
     KeyOption,
@@ -90,10 +91,7 @@ def export(
             help="Config of a run, TOML: its estimators, reward authors and, for transitions, grade.",
         ),
     ] = None,
-    author: Annotated[
-        list[str] | None,
-        typer.Option("--author", help="Whose rewards count: evaluator, operator, agent; several times."),
-    ] = None,
+    author: AuthorOption = None,
     reward: RewardOption = None,
     clone: Annotated[
         bool, typer.Option("--clone", help="Transitions without rewards: advantage 1 everywhere.")
