@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from spangrad.store.faults import Faults
 from spangrad.store.records import (
+    Ending,
     LogRecord,
     Policy,
     Reward,
@@ -79,6 +80,10 @@ class Store(Protocol):
         `free` is for attempts that failed through no fault of their own. Raises LeaseLostError if the
         attempt is not the current one. The same again changes nothing.
         """
+        ...
+
+    def finish_many(self, endings: Sequence[Ending]) -> list[str]:
+        """End several attempts at once, each as `finish` does. Returns the ids whose lease was lost."""
         ...
 
     def requeue(self, rollout_ids: Sequence[str]) -> int:

@@ -19,6 +19,7 @@ from spangrad.errors import HubUnreachableError, RequestTooLargeError, SpangradE
 from spangrad.store.encoding import decode_json, encode_json
 from spangrad.store.faults import FAULTS_HEADER, Faults, faults_from_text
 from spangrad.store.records import (
+    Ending,
     LogRecord,
     Policy,
     Reward,
@@ -147,6 +148,10 @@ class HubClient:
         if free:
             arguments["free"] = True
         self._call("finish", arguments)
+
+    def finish_many(self, endings: Sequence[Ending]) -> list[str]:
+        """End several attempts at once, each as `finish` does. Returns the ids whose lease was lost."""
+        return list(self._call("finish_many", {"endings": [record_to_wire(ending) for ending in endings]}))
 
     def requeue(self, rollout_ids: Sequence[str]) -> int:
         """Queue ended rollouts that no update consumed again, as the next attempt. Returns how many.

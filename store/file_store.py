@@ -13,10 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from spangrad.errors import StoreError
+from spangrad.errors import LeaseLostError, StoreError
 from spangrad.store.faults import Faults, Outcome
 from spangrad.store.otlp import encode_request, records_of, spans_of
 from spangrad.store.records import (
+    Ending,
     LogRecord,
     Policy,
     Reward,
@@ -30,7 +31,7 @@ from spangrad.store.records import (
 )
 from spangrad.store.requests import logs_request, trace_request
 from spangrad.store.schema import TABLES
-from spangrad.store.tables import call_keys, ledger, queue, sessions, unread
+from spangrad.store.tables import call_keys, claims, ledger, queue, sessions, unread
 from spangrad.store.tables.database import OUTAGES, Database, store_error
 from spangrad.store.tables.evaluations import reward_by_records, reward_by_traces
 from spangrad.store.tables.logs import insert_logs, read_logs
@@ -75,6 +76,7 @@ class FileStore:
         self.path = Path(path).absolute()
         self._database = Database(path, read_only=read_only)
         self._writer = SpanWriter(self._database)
+        self._floors: queue.Floors = {}
         self.put_aside = 0
         """How many spans and spooled records could not be stored and are in `<path>.rejected` instead."""
         self._aside_lock = threading.Lock()
@@ -232,7 +234,7 @@ class FileStore:
     def enqueue(self, rollouts: Sequence[Rollout]) -> int:
         """Add rollouts to the queue; those whose id is known are left alone. Returns how many were new."""
         with self._database.transaction() as con:
-            return queue.enqueue(con, rollouts)
+            return queue.enqueue(con, rollouts, self._floors)
 
     def claim(
         self,
@@ -246,7 +248,7 @@ class FileStore:
     ) -> list[Rollout]:
         """Claim queued rollouts, oldest first; a claim whose lease ran out counts as queued, attempt + 1."""
         with self._database.transaction() as con:
-            return queue.claim(
+            return claims.claim(
                 con,
                 worker=worker,
                 limit=limit,
@@ -254,6 +256,7 @@ class FileStore:
                 run_id=run_id,
                 split=split,
                 policy_version=policy_version,
+                floors=self._floors,
             )
 
     def heartbeat(
@@ -261,7 +264,7 @@ class FileStore:
     ) -> list[str]:
         """Extend leases of (rollout_id, attempt). Returns the ids that are no longer this worker's."""
         with self._database.transaction() as con:
-            return queue.heartbeat(con, rollouts, worker=worker, lease_s=lease_s)
+            return claims.heartbeat(con, rollouts, worker=worker, lease_s=lease_s)
 
     def finish(
         self,
@@ -280,18 +283,18 @@ class FileStore:
         `free` is for attempts that failed through no fault of their own. Raises LeaseLostError if the
         attempt is not the current one. The same again changes nothing.
         """
-        with self._database.transaction() as con:
-            queue.finish(
-                con,
-                rollout_id,
-                attempt,
-                status=RolloutStatus(status),
-                output=output,
-                error_type=error_type,
-                error=error,
-                retry=retry,
-                free=free,
+        ending = Ending(rollout_id, attempt, RolloutStatus(status), output, error_type, error, retry, free)
+        if self.finish_many([ending]):
+            now = self.rollouts(rollout_ids=[rollout_id])[0]
+            raise LeaseLostError(
+                f"rollout {rollout_id!r}: attempt {attempt} was to be finished, but attempt {now.attempt} is"
+                f" {now.status}; drop this result, somebody else has the rollout"
             )
+
+    def finish_many(self, endings: Sequence[Ending]) -> list[str]:
+        """End several attempts in one transaction. Returns the ids whose attempt is not the current one."""
+        with self._database.transaction() as con:
+            return queue.finish(con, endings)
 
     def requeue(self, rollout_ids: Sequence[str]) -> int:
         """Queue ended rollouts that no update consumed again, as the next attempt. Returns how many.
@@ -300,6 +303,7 @@ class FileStore:
         rollouts are left alone, and so are those known from spans only.
         """
         with self._database.transaction() as con:
+            self._floors.clear()
             return queue.requeue(con, rollout_ids)
 
     def rollouts(

@@ -11,7 +11,7 @@ from spangrad.errors import StoreError
 from spangrad.store.checking import check_arguments
 from spangrad.store.file_store import FileStore
 from spangrad.store.keys import Role
-from spangrad.store.records import Policy, Reward, RewardAuthor, Rollout, Update
+from spangrad.store.records import Ending, Policy, Reward, RewardAuthor, Rollout, Update
 from spangrad.store.wire import record_from_wire, record_to_wire, records_from_wire, status_from_wire
 
 Arguments = dict[str, Any]
@@ -47,6 +47,10 @@ def _heartbeat(store: FileStore, arguments: Arguments, role: Role) -> list[str]:
 
 def _finish(store: FileStore, arguments: Arguments, role: Role) -> None:
     store.finish(**_with_status(arguments))
+
+
+def _finish_many(store: FileStore, arguments: Arguments, role: Role) -> list[str]:
+    return store.finish_many(records_from_wire(Ending, arguments.get("endings")))
 
 
 def _requeue(store: FileStore, arguments: Arguments, role: Role) -> int:
@@ -140,6 +144,7 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     "commit_update": Operation(Role.TRAINER, _commit_update),
     "enqueue": Operation(Role.TRAINER, _enqueue),
     "finish": Operation(Role.EVALUATOR, _finish),
+    "finish_many": Operation(Role.EVALUATOR, _finish_many),
     "heartbeat": Operation(Role.EVALUATOR, _heartbeat),
     "last_update": Operation(Role.EVALUATOR, _last_update),
     "mark_read": Operation(Role.TRAINER, _mark_read),

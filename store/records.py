@@ -205,6 +205,23 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """How an attempt of a rollout went, as its worker says."""
+
+    rollout_id: str
+    attempt: int
+    status: RolloutStatus = RolloutStatus.SUCCEEDED
+    output: Any = None
+    """What the agent returned: JSON."""
+    error_type: str | None = None
+    error: str | None = None
+    retry: bool = False
+    """Queue the rollout again while attempts are left."""
+    free: bool = False
+    """With `retry`: it uses no attempt up, it failed through no fault of its own."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reward:
     """A number given for a rollout, or for one call or step of it."""
 

@@ -22,6 +22,7 @@ from spangrad.store.checking import check_fields
 from spangrad.store.encoding import decode_json, encode_json
 from spangrad.store.otlp import decode_logs, decode_request, encode_logs, encode_request
 from spangrad.store.records import (
+    Ending,
     LogRecord,
     Policy,
     Reward,
@@ -34,7 +35,7 @@ from spangrad.store.records import (
     UpdateSample,
 )
 
-Record = TypeVar("Record", Rollout, Reward, Update, Policy, UpdateSample, UnreadTrace)
+Record = TypeVar("Record", Rollout, Ending, Reward, Update, Policy, UpdateSample, UnreadTrace)
 
 SPANS_TYPE: Final = "application/x-spangrad-spans"
 LOGS_TYPE: Final = "application/x-spangrad-logs"
@@ -43,7 +44,7 @@ _SPANS_PER_FRAME: Final = 64
 _END: Final = _SIZE.pack(0) * 2
 
 
-def record_to_wire(record: Rollout | Reward | Update | Policy | UnreadTrace) -> dict[str, Any]:
+def record_to_wire(record: Rollout | Ending | Reward | Update | Policy | UnreadTrace) -> dict[str, Any]:
     """A record as a dict for `encode_json`."""
     return asdict(record)
 

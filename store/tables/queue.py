@@ -1,4 +1,4 @@
-"""The rollout queue: enqueue, claim with a lease, heartbeat, finish, requeue.
+"""The rollout queue: enqueue, finish, requeue, and what is known from spans; leases are in `claims.py`.
 
 Knows the tables `rollouts` and `tasks`. Invariants:
 
@@ -15,18 +15,21 @@ from typing import Any
 
 import duckdb
 
-from spangrad.errors import LeaseLostError, StoreError
+from spangrad.errors import StoreError
 from spangrad.store.encoding import decode_json, encode_json
-from spangrad.store.records import RECORDED_SPLIT, Rollout, RolloutStatus, Span
+from spangrad.store.records import RECORDED_SPLIT, Ending, Rollout, RolloutStatus, Span
 from spangrad.store.schema import ROLLOUTS, TASKS
 from spangrad.store.tables.lineage import Owner
-from spangrad.store.tables.rows import insert_rows, looked_up, select_dicts
+from spangrad.store.tables.rows import insert_rows, looked_up, select_dicts, update_rows
 from spangrad.tracer import conventions
 
 _ENDED = (RolloutStatus.SUCCEEDED, RolloutStatus.FAILED)
 
+Floors = dict[tuple[str | None, str | None], int]
+"""For (run, split): no lower `seq` is queued or running. Whoever queues ended rollouts clears it."""
 
-def enqueue(con: duckdb.DuckDBPyConnection, rollouts: Sequence[Rollout]) -> int:
+
+def enqueue(con: duckdb.DuckDBPyConnection, rollouts: Sequence[Rollout], floors: Floors) -> int:
     """Add rollouts; those whose id is known are left alone, unless they are known from spans only."""
     wanted: dict[str, Rollout] = {}
     for rollout in rollouts:
@@ -47,7 +50,7 @@ def enqueue(con: duckdb.DuckDBPyConnection, rollouts: Sequence[Rollout]) -> int:
     keys = {text: _hash(text) for text in tasks.values()}
     rows = [{"task_key": key, "task": text} for text, key in keys.items()]
     insert_rows(con, TASKS, rows, conflict="ignore")
-    first, now = _next_seq(con), time.time_ns()
+    first, now = max([_next_seq(con), *floors.values()]), time.time_ns()
     insert_rows(
         con,
         ROLLOUTS,
@@ -102,118 +105,54 @@ def _row(rollout: Rollout, seq: int, now: int) -> dict[str, Any]:
     }
 
 
-def claim(
-    con: duckdb.DuckDBPyConnection,
-    *,
-    worker: str,
-    limit: int,
-    lease_s: float,
-    run_id: str | None,
-    split: str | None,
-    policy_version: int | None,
-) -> list[Rollout]:
-    """Hand out the oldest claimable rollouts."""
-    now = time.time_ns()
-    filters, parameters = _filters(run_id=run_id, split=split)
-    sql = "SELECT rollout_id, status = 'running' AND attempt + 1 >= max_attempts FROM rollouts "
-    sql += "WHERE (status = 'queued' OR (status = 'running' AND lease_until_ns < ?))"
-    sql += f"{filters} ORDER BY seq LIMIT ?"
-    while found := con.execute(sql, [now, *parameters, max(limit, 0)]).fetchall():
-        exhausted = [rollout_id for rollout_id, is_exhausted in found if is_exhausted]
-        if not exhausted:
-            break
-        con.execute(
-            "UPDATE rollouts SET status = 'failed', ended_ns = ?, lease_until_ns = NULL, "
-            "error_type = 'LeaseExpired', error = 'no heartbeat in time, and no attempt left' "
-            "WHERE rollout_id IN (SELECT unnest(?))",
-            [now, exhausted],
+def finish(con: duckdb.DuckDBPyConnection, endings: Sequence[Ending]) -> list[str]:
+    """End attempts. Returns the ids that are no longer the worker's; the same again changes nothing."""
+    for ending in endings:
+        _check_ending(ending)
+    select = "SELECT rollout_id, attempt, max_attempts, status, output, error_type, error FROM rollouts"
+    rows = {
+        row["rollout_id"]: row
+        for marks, some in looked_up(list({ending.rollout_id for ending in endings}))
+        for row in select_dicts(con, f"{select} WHERE rollout_id IN {marks}", some)
+    }
+    now, changed, lost = time.time_ns(), dict[str, dict[str, Any]](), list[str]()
+    for ending in endings:
+        row = rows.get(ending.rollout_id)
+        if row is None:
+            raise StoreError(f"there is no rollout {ending.rollout_id!r}; enqueue it first")
+        target = _ended(ending, row["max_attempts"])
+        if all(row[name] == value for name, value in target.items()):
+            continue
+        if row["attempt"] != ending.attempt or row["status"] != "running":
+            lost.append(ending.rollout_id)
+            continue
+        row |= target
+        changed[ending.rollout_id] = row | {
+            "max_attempts": row["max_attempts"] + int(ending.free),
+            "ended_ns": None if target["status"] == "queued" else now,
+        }
+    update_rows(con, ROLLOUTS, [row | {"lease_until_ns": None} for row in changed.values()])
+    return lost
+
+
+def _check_ending(ending: Ending) -> None:
+    if ending.free and not ending.retry:
+        raise StoreError(f"rollout {ending.rollout_id!r} can't finish with free and without retry; give both")
+    if ending.status not in _ENDED:
+        raise StoreError(
+            f"rollout {ending.rollout_id!r} can't finish as {str(ending.status)!r}; give succeeded or failed"
         )
-    ids = [rollout_id for rollout_id, _ in found]
-    if not ids:
-        return []
-    rows = select_dicts(
-        con,
-        "UPDATE rollouts SET attempt = attempt + CAST(status = 'running' AS INTEGER), status = 'running', "
-        "worker = ?, lease_until_ns = ?, started_ns = ?, ended_ns = NULL, output = NULL, "
-        f"policy_version = coalesce(?, policy_version) WHERE rollout_id IN ({_marks(ids)}) RETURNING *",
-        [worker, now + round(lease_s * 1e9), now, policy_version, *ids],
-    )
-    keys = list({row["task_key"] for row in rows if row["task_key"] is not None})
-    tasks = dict(
-        con.execute(f"SELECT task_key, task FROM tasks WHERE task_key IN ({_marks(keys)})", keys).fetchall()
-        if keys
-        else ()
-    )
-    rows.sort(key=lambda row: row["seq"])
-    return [_rollout(row | {"task": tasks.get(row["task_key"])}) for row in rows]
 
 
-def heartbeat(
-    con: duckdb.DuckDBPyConnection, rollouts: Sequence[tuple[str, int]], *, worker: str, lease_s: float
-) -> list[str]:
-    """Extend leases; returns the ids that are no longer this worker's."""
-    kept = con.execute(
-        "UPDATE rollouts SET lease_until_ns = ? WHERE worker = ? AND status = 'running' "
-        "AND (rollout_id, attempt) IN (SELECT unnest(?::VARCHAR[]), unnest(?::INTEGER[])) "
-        "RETURNING rollout_id, attempt",
-        [
-            time.time_ns() + round(lease_s * 1e9),
-            worker,
-            [rollout_id for rollout_id, _ in rollouts],
-            [attempt for _, attempt in rollouts],
-        ],
-    ).fetchall()
-    mine = set(kept)
-    return [rollout_id for rollout_id, attempt in rollouts if (rollout_id, attempt) not in mine]
-
-
-def finish(
-    con: duckdb.DuckDBPyConnection,
-    rollout_id: str,
-    attempt: int,
-    *,
-    status: RolloutStatus,
-    output: Any,
-    error_type: str | None,
-    error: str | None,
-    retry: bool,
-    free: bool,
-) -> None:
-    """End an attempt. The same again is accepted and changes nothing."""
-    if free and not retry:
-        raise StoreError(f"rollout {rollout_id!r} can't finish with free and without retry; give both")
-    if status not in _ENDED:
-        raise StoreError(f"rollout {rollout_id!r} can't finish as {str(status)!r}; give succeeded or failed")
-    found = select_dicts(
-        con,
-        "SELECT attempt, max_attempts, status, output, error_type, error FROM rollouts WHERE rollout_id = ?",
-        [rollout_id],
-    )
-    if not found:
-        raise StoreError(f"there is no rollout {rollout_id!r}; enqueue it first")
-    row = found[0]
-    is_requeued = retry and (free or attempt + 1 < row["max_attempts"])
-    if is_requeued:
-        target = {"status": "queued", "attempt": attempt + 1, "output": None}
+def _ended(ending: Ending, max_attempts: int) -> dict[str, Any]:
+    """What the row says once this attempt has ended."""
+    if ending.retry and (ending.free or ending.attempt + 1 < max_attempts):
+        target: dict[str, Any] = {"status": "queued", "attempt": ending.attempt + 1, "output": None}
     else:
-        ended = RolloutStatus.FAILED if retry else status
-        text = None if output is None else encode_json(output)
-        target = {"status": str(ended), "attempt": attempt, "output": text}
-    target |= {"error_type": error_type, "error": error}
-    if all(row[name] == value for name, value in target.items()):
-        return
-    if row["attempt"] != attempt or row["status"] != "running":
-        raise LeaseLostError(
-            f"rollout {rollout_id!r}: attempt {attempt} was to be finished, but attempt {row['attempt']} is "
-            f"{row['status']}; drop this result, somebody else has the rollout"
-        )
-    target["ended_ns"] = None if is_requeued else time.time_ns()
-    target["max_attempts"] = row["max_attempts"] + int(free)
-    assignments = ", ".join(f"{name} = ?" for name in target)
-    con.execute(
-        f"UPDATE rollouts SET lease_until_ns = NULL, {assignments} WHERE rollout_id = ?",
-        [*target.values(), rollout_id],
-    )
+        status = RolloutStatus.FAILED if ending.retry else ending.status
+        text = None if ending.output is None else encode_json(ending.output)
+        target = {"status": str(status), "attempt": ending.attempt, "output": text}
+    return target | {"error_type": ending.error_type, "error": ending.error}
 
 
 def requeue(con: duckdb.DuckDBPyConnection, rollout_ids: Sequence[str]) -> int:
@@ -332,7 +271,8 @@ def select_rollouts(
     limit: int | None = None,
 ) -> list[Rollout]:
     """Rollouts that match every given filter, in order of enqueueing."""
-    filters, parameters = _filters(run_id=run_id, split=split, status=None if status is None else str(status))
+    named = None if status is None else str(status)
+    filters, parameters = filters_of(run_id=run_id, split=split, status=named)
     for name, values in (("rollout_id", rollout_ids), ("group_id", group_ids)):
         if values is not None:
             filters += f" AND {name} IN (SELECT unnest(?::VARCHAR[]))"
@@ -342,10 +282,11 @@ def select_rollouts(
     if limit is not None:
         sql += " LIMIT ?"
         parameters.append(limit)
-    return [_rollout(row) for row in select_dicts(con, sql, parameters)]
+    return [as_rollout(row) for row in select_dicts(con, sql, parameters)]
 
 
-def _rollout(row: dict[str, Any]) -> Rollout:
+def as_rollout(row: dict[str, Any]) -> Rollout:
+    """A row of `rollouts` with its task."""
     return Rollout(
         rollout_id=row["rollout_id"],
         task_id=row["task_id"],
@@ -368,14 +309,10 @@ def _rollout(row: dict[str, Any]) -> Rollout:
     )
 
 
-def _filters(**values: Any) -> tuple[str, list[Any]]:
+def filters_of(**values: Any) -> tuple[str, list[Any]]:
+    """Conditions for the columns that are given a value, and the values."""
     given = {name: value for name, value in values.items() if value is not None}
     return "".join(f" AND {name} = ?" for name in given), list(given.values())
-
-
-def _marks(values: Sequence[Any]) -> str:
-    """Placeholders for a short list; DuckDB looks those up by index."""
-    return ", ".join("?" for _ in values)
 
 
 def _next_seq(con: duckdb.DuckDBPyConnection) -> int:

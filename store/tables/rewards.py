@@ -35,13 +35,9 @@ def put_rewards(con: duckdb.DuckDBPyConnection, rewards: Sequence[Reward], autho
                 f"rollout {reward.rollout_id!r}: reward {reward.name!r} is {reward.value!r}; "
                 "a reward is a finite number, and one that is missing is not sent"
             )
-    ids = list({reward.rollout_id for reward in rewards})
-    current = dict(
-        con.execute(
-            "SELECT rollout_id, attempt FROM rollouts WHERE rollout_id IN (SELECT unnest(?::VARCHAR[]))",
-            [ids],
-        ).fetchall()
-    )
+    unnumbered = {reward.rollout_id for reward in rewards if reward.attempt is None}
+    select = "SELECT rollout_id, attempt FROM rollouts WHERE rollout_id IN (SELECT unnest(?::VARCHAR[]))"
+    current = dict(con.execute(select, [list(unnumbered)]).fetchall()) if unnumbered else {}
     filled = [
         replace(r, author=author, attempt=current.get(r.rollout_id) if r.attempt is None else r.attempt)
         for r in rewards

@@ -54,6 +54,33 @@ def insert_rows(
             con.unregister("new_rows")
 
 
+def update_rows(con: duckdb.DuckDBPyConnection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Change columns of rows that are there, found by the table's key, which is one column.
+
+    All rows name the same columns, the key among them. The cost follows their number, not the table's.
+
+    Raises StoreError if a value does not fit into its column.
+    """
+    (key,) = table.key
+    for first in range(0, len(rows), LOOKED_UP):
+        some = rows[first : first + LOOKED_UP]
+        columns = [column for column in table.columns if column.name in some[0]]
+        arrays = [_array([row[column.name] for row in some], table, column) for column in columns]
+        names = [column.name for column in columns]
+        con.register("new_rows", pa.table(arrays, names=names))
+        name, ids = table.name, [row[key] for row in some]
+        assignments = ", ".join(f"{one} = new_rows.{one}" for one in names if one != key)
+        try:
+            con.execute(  # the list is what DuckDB looks up by index: a join alone reads the whole column
+                f"UPDATE {name} SET {assignments} FROM new_rows"
+                f" WHERE {name}.{key} = new_rows.{key} AND {name}.{key} IN ({marks(ids)})",
+                ids,
+            )
+        finally:
+            with suppress(duckdb.Error):
+                con.unregister("new_rows")
+
+
 def _array(values: Sequence[Any], table: Table, column: Column) -> pa.Array:
     try:
         if column.type in _NUMBERS:
@@ -78,7 +105,12 @@ def looked_up(values: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
     """The values some at a time with marks for `IN`: a short list is found by index, a long one by a scan."""
     for first in range(0, len(values), LOOKED_UP):
         some = list(values[first : first + LOOKED_UP])
-        yield f"({', '.join('?' * len(some))})", some
+        yield f"({marks(some)})", some
+
+
+def marks(values: Sequence[Any]) -> str:
+    """Placeholders for a short list; DuckDB looks those up by index."""
+    return ", ".join("?" * len(values))
 
 
 def select_dicts(

@@ -16,6 +16,7 @@ from tests.bench.large_store import bench_large
 from tests.bench.learner import bench_dense
 from tests.bench.packing import bench_packing
 from tests.bench.pairs import Pair, show
+from tests.bench.queue_benches import bench_queue
 from tests.bench.store_benches import bench_floor, bench_growth, bench_ingest
 from tests.bench.tree_benches import bench_trees
 
@@ -41,6 +42,7 @@ def main() -> None:
         "ingest": partial(bench_ingest, options.agl_03),
         "growth": bench_growth,
         "floor": bench_floor,
+        "queue": bench_queue,
         "dense": bench_dense,
         "estimators": bench_estimators,
         "trees": partial(bench_trees, options.agl_03, options.agl_verl),
@@ -75,6 +77,7 @@ FIGURES = (
     "ingest",
     "growth",
     "floor",
+    "queue",
     "dense",
     "estimators",
     "trees",
