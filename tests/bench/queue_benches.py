@@ -45,8 +45,11 @@ def _rate(updates: int) -> list[Figure]:
             used = cpu_s(process.process.pid) - used
             process.terminate()
     count = updates * GROUPS * MEMBERS
-    note = f"{WORKERS} workers; {used / count * 1e3:.2f} ms CPU of the hub a rollout"
-    return [Figure("rollouts whose books are kept", count / seconds, "/s", at_least=500, note=note)]
+    note = f"{WORKERS} workers"
+    return [
+        Figure("rollouts whose books are kept", count / seconds, "/s", at_least=500, note=note),
+        Figure("books of a rollout, CPU of the hub", used / count * 1e3, "ms"),
+    ]
 
 
 def _enqueue(trainer: HubClient, index: int) -> list[str]:

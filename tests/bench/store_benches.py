@@ -60,6 +60,7 @@ def bench_ingest(agl_python: str | None = None, *, rollouts: int = 8, blocks: in
     ours = [max(pair) for pair in zip(found["1 writer"], found["8 writers"], strict=True)]
     figures = [
         Figure("long calls through the hub", max(ours), "/s", note=note),
+        Figure("long call, CPU of the hub", min(cpu) * 1e3, "ms"),
         Figure(
             "CPU of DuckDB's own Arrow append a call, of the hub's",
             min(append_cpu) / min(cpu),
