@@ -86,6 +86,14 @@ class Store(Protocol):
         """End several attempts at once, each as `finish` does. Returns the ids whose lease was lost."""
         ...
 
+    def give_up(self, rollout_ids: Sequence[str], *, error_type: str, error: str) -> int:
+        """End queued and running rollouts as failed, whoever has them. Returns how many.
+
+        Ended rollouts are left alone, and so are those known from spans only. A worker that has one
+        learns of it by its next heartbeat; what it says of it then is refused.
+        """
+        ...
+
     def requeue(self, rollout_ids: Sequence[str]) -> int:
         """Queue ended rollouts that no update consumed again, as the next attempt. Returns how many.
 

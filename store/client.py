@@ -153,6 +153,15 @@ class HubClient:
         """End several attempts at once, each as `finish` does. Returns the ids whose lease was lost."""
         return list(self._call("finish_many", {"endings": [record_to_wire(ending) for ending in endings]}))
 
+    def give_up(self, rollout_ids: Sequence[str], *, error_type: str, error: str) -> int:
+        """End queued and running rollouts as failed, whoever has them. Returns how many.
+
+        Ended rollouts are left alone, and so are those known from spans only. A worker that has one
+        learns of it by its next heartbeat; what it says of it then is refused.
+        """
+        arguments = {"rollout_ids": list(rollout_ids), "error_type": error_type, "error": error}
+        return int(self._call("give_up", arguments))
+
     def requeue(self, rollout_ids: Sequence[str]) -> int:
         """Queue ended rollouts that no update consumed again, as the next attempt. Returns how many.
 

@@ -296,6 +296,15 @@ class FileStore:
         with self._database.transaction() as con:
             return queue.finish(con, endings)
 
+    def give_up(self, rollout_ids: Sequence[str], *, error_type: str, error: str) -> int:
+        """End queued and running rollouts as failed, whoever has them. Returns how many.
+
+        Ended rollouts are left alone, and so are those known from spans only. A worker that has one
+        learns of it by its next heartbeat; what it says of it then is refused.
+        """
+        with self._database.transaction() as con:
+            return queue.give_up(con, rollout_ids, error_type=error_type, error=error)
+
     def requeue(self, rollout_ids: Sequence[str]) -> int:
         """Queue ended rollouts that no update consumed again, as the next attempt. Returns how many.
 

@@ -53,6 +53,10 @@ def _finish_many(store: FileStore, arguments: Arguments, role: Role) -> list[str
     return store.finish_many(records_from_wire(Ending, arguments.get("endings")))
 
 
+def _give_up(store: FileStore, arguments: Arguments, role: Role) -> int:
+    return store.give_up(**arguments)
+
+
 def _requeue(store: FileStore, arguments: Arguments, role: Role) -> int:
     return store.requeue(**arguments)
 
@@ -145,6 +149,7 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     "enqueue": Operation(Role.TRAINER, _enqueue),
     "finish": Operation(Role.EVALUATOR, _finish),
     "finish_many": Operation(Role.EVALUATOR, _finish_many),
+    "give_up": Operation(Role.TRAINER, _give_up),
     "heartbeat": Operation(Role.EVALUATOR, _heartbeat),
     "last_update": Operation(Role.EVALUATOR, _last_update),
     "mark_read": Operation(Role.TRAINER, _mark_read),

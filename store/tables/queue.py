@@ -1,4 +1,4 @@
-"""The rollout queue: enqueue, finish, requeue, and what is known from spans; leases are in `claims.py`.
+"""The rollout queue: enqueue, finish, give up, requeue; what is known from spans. Leases are in `claims.py`.
 
 Knows the tables `rollouts` and `tasks`. Invariants:
 
@@ -153,6 +153,20 @@ def _ended(ending: Ending, max_attempts: int) -> dict[str, Any]:
         text = None if ending.output is None else encode_json(ending.output)
         target = {"status": str(status), "attempt": ending.attempt, "output": text}
     return target | {"error_type": ending.error_type, "error": ending.error}
+
+
+def give_up(
+    con: duckdb.DuckDBPyConnection, rollout_ids: Sequence[str], *, error_type: str, error: str
+) -> int:
+    """End queued and running rollouts as failed, whoever has them. Returns how many."""
+    return len(
+        con.execute(
+            "UPDATE rollouts SET status = 'failed', ended_ns = ?, lease_until_ns = NULL, error_type = ?, "
+            "error = ? WHERE rollout_id IN (SELECT unnest(?::VARCHAR[])) "
+            "AND status IN ('queued', 'running') AND NOT is_recorded RETURNING rollout_id",
+            [time.time_ns(), error_type, error, list(rollout_ids)],
+        ).fetchall()
+    )
 
 
 def requeue(con: duckdb.DuckDBPyConnection, rollout_ids: Sequence[str]) -> int:

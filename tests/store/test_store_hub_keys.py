@@ -73,6 +73,7 @@ def test_an_agent_can_send_spans_and_nothing_else(locked_hub: HubProcess, keys: 
             lambda: agent.updates(),
             lambda: evaluator.enqueue([Rollout("b")]),
             lambda: evaluator.requeue(["a"]),
+            lambda: evaluator.give_up(["a"], error_type="E", error="e"),
             lambda: evaluator.put_policy(Policy("run", 1, "p")),
             lambda: evaluator.commit_update(Update("run", 0, 1, [], [], {}, "c")),
             lambda: evaluator.put_calls([]),

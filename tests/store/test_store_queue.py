@@ -176,6 +176,33 @@ def test_requeueing_queues_ended_rollouts_that_no_update_consumed(store: FileSto
     store.finish("good", 1, output="z")
 
 
+def test_giving_up_ends_what_is_queued_or_runs_whoever_has_it(store: FileStore) -> None:
+    ids = ["good", "failed", "running", "queued", "left"]
+    store.enqueue([Rollout(rollout_id) for rollout_id in ids])
+    store.put_otlp(request([span(new_trace(), rollout="told", attempt=0)]))
+    store.claim(worker="w", limit=3)
+    store.finish("good", 0, output="x")
+    store.finish("failed", 0, status=RolloutStatus.FAILED, error_type="E")
+    before = {r.rollout_id: r for r in store.rollouts()}
+    given = [*ids[:-1], "told", "none"]
+    assert store.give_up(given, error_type="StragglerError", error="late") == 2
+    assert store.give_up(given, error_type="StragglerError", error="late") == 0
+    after = {r.rollout_id: r for r in store.rollouts()}
+    assert {name for name in before if before[name] != after[name]} == {"running", "queued"}
+    for name in ("running", "queued"):
+        found = after[name]
+        assert (found.status, found.attempt, found.failure) == (
+            RolloutStatus.FAILED,
+            0,
+            "StragglerError: late",
+        )
+        assert found.ended_ns and found.lease_until_ns is None
+    assert store.heartbeat([("running", 0)], worker="w") == ["running"]
+    with pytest.raises(LeaseLostError):
+        store.finish("running", 0, output="at last")
+    assert [r.rollout_id for r in store.claim(worker="w", limit=9)] == ["left"]
+
+
 def test_nothing_of_the_attempt_before_a_requeue_counts_for_the_next(store: FileStore) -> None:
     event = SpanEvent(names.REWARD_EVENT, 5, {names.REWARD_VALUE: 0.25})
     store.enqueue([Rollout("a")])
