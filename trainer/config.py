@@ -23,7 +23,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from spangrad.credit.aggregation import Aggregation
 from spangrad.credit.credit_config import CreditConfig
@@ -33,6 +33,8 @@ from spangrad.trainer.learning.learner_config import CriticConfig, LearnerConfig
 from spangrad.trainer.preference_config import PreferenceConfig, check_effects
 
 T = TypeVar("T")
+
+STRAGGLER_S: Final = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +142,13 @@ class RolloutConfig:
     `credit.episode = "running_baseline"`, `"value_baseline"` or `credit.step = "gae"`."""
     temperature: float = 1.0
     """Sampling temperature for training rollouts; more than 0."""
-    max_staleness: int = 0
-    """Updates that a trained token may be older than the learner; a rollout with an older one is refused.
-    0 or more."""
+    max_staleness: int = 1
+    """Updates that a trained token may be older than the learner: so far may rollouts run ahead of it. 0: the
+    synchronous algorithm, no rollout begins before the update before it is published. 0 or more."""
+    straggler_s: float | None = STRAGGLER_S
+    """How long an update that waits for one group alone goes on waiting while nothing of what it takes ends;
+    then what has not ended of that group is cut: it counts as failed, never as 0. None: for ever. More
+    than 0."""
     aggregation: Aggregation = "token-mean"
     """`token-mean`: every trained token counts the same, so that what all members of a group share cancels
     out. `rollout-token-mean`: every rollout counts the same, which favours the tokens of short ones.
@@ -167,6 +173,15 @@ class RolloutConfig:
         require(self.group_size >= 1, "rollout.group_size", self.group_size, "1 or more")
         require(self.temperature > 0, "rollout.temperature", self.temperature, "more than 0")
         require(self.max_staleness >= 0, "rollout.max_staleness", self.max_staleness, "0 or more")
+        straggler_s = self.straggler_s
+        require(
+            straggler_s is None or straggler_s > 0, "rollout.straggler_s", straggler_s, "more than 0, or none"
+        )
+        if self.groups_per_update * self.group_size == 1 and straggler_s != STRAGGLER_S:
+            raise ConfigError(
+                f"rollout.straggler_s = {straggler_s!r} has no effect with one rollout an update: nothing is"
+                " cut before something else has ended; leave it out"
+            )
         tokens = self.aggregation_tokens
         require(tokens is None or tokens > 0, "rollout.aggregation_tokens", tokens, "more than 0")
         if (self.aggregation == "constant") != (tokens is not None):

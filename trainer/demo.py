@@ -27,7 +27,7 @@ from spangrad.store.base import Store
 from spangrad.trainer.cluster import start_learner, start_ray
 from spangrad.trainer.config import TrainConfig, apply_override, build, build_run, to_dict
 from spangrad.trainer.evaluation import Evaluation, evaluate, values_of
-from spangrad.trainer.loop import Metrics, train
+from spangrad.trainer.loop import train
 from spangrad.trainer.policies.warm_start import WarmStart, WarmStartConfig, warm_start
 from spangrad.trainer.processes import free_port, own_command
 from spangrad.trainer.reporting.clock import Clock
@@ -42,6 +42,7 @@ from spangrad.trainer.reporting.report import (
 from spangrad.trainer.reporting.transcript import transcript
 from spangrad.trainer.rollouts.scheduling import RunKeys
 from spangrad.trainer.up import Stack, UpConfig
+from spangrad.trainer.update_metrics import Metrics
 
 EXAMPLE = "01_text_to_sql"
 

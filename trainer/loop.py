@@ -1,10 +1,13 @@
-"""The training loop: rollouts -> credit -> update -> checkpoint -> commit -> publish.
+"""The training loop: take -> credit -> (take more) -> update -> checkpoint -> commit -> publish.
 
     with Run(config) as run:
         while run.update_index < config.run.updates:
             batch, rollouts, metrics = run.collect()
             run.learn(batch, rollouts, metrics)
             run.publish()
+
+Rollouts go on meanwhile (`rollouts/feeder.py`), by at most `rollout.max_staleness` updates; 0 is the
+synchronous algorithm.
 
 Exactly once. An update becomes real in this order: (1) the learner's state after it,
 together with the list of rollouts it consumed, is a durable checkpoint; (2) the store
@@ -19,17 +22,16 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spangrad.credit.books import check_books, dropped_metrics, dropped_tokens
 from spangrad.credit.pipeline import CreditedBatch
 from spangrad.credit.transition import Transition
-from spangrad.errors import ConfigError, ConvergedError, EmptyBatchError, StoreError
+from spangrad.errors import ConfigError, ConvergedError, EmptyBatchError, PublishError, StoreError
 from spangrad.store import open_store
 from spangrad.store.base import Store
 from spangrad.store.records import Policy, Rollout, RolloutStatus, Update
@@ -39,15 +41,24 @@ from spangrad.trainer.crediting import Crediting, as_trained
 from spangrad.trainer.evaluation import Evaluation, evaluate
 from spangrad.trainer.learning import checkpoint
 from spangrad.trainer.plugins import load_tasks
+from spangrad.trainer.probe import probe_row, scored_whole
 from spangrad.trainer.resuming import claim_folder, continues, load_keys, repair, update_from_json
-from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, update_rollouts, worker_config
-from spangrad.trainer.rollouts.worker import WorkerReport
-from spangrad.trainer.serving.publish import prove, publish, served_logprobs, served_version
+from spangrad.trainer.rollouts.admission import Pace
+from spangrad.trainer.rollouts.agent_process import WorkerConfig
+from spangrad.trainer.rollouts.feeder import Crew, Feeder, Taken
+from spangrad.trainer.rollouts.scheduling import RunKeys, Workers, set_rollouts, worker_config
+from spangrad.trainer.serving.publish import prove, served_logprobs, served_version
+from spangrad.trainer.serving.served import ServedPolicy
+from spangrad.trainer.update_metrics import (
+    Metrics,
+    batch_metrics,
+    checked_books,
+    rollout_metrics,
+    with_reasons_of_both,
+)
 from spangrad.user_code import load_callable
 
 logger = logging.getLogger(__name__)
-
-Metrics = dict[str, float]
 
 
 @dataclass(slots=True)
@@ -92,7 +103,6 @@ class Run:
         self.policy_version = 0
         self.folder = config.folder
         self.checkpoints = self.folder / "checkpoints"
-        self.weights = self.folder / "weights.safetensors"
         model = config.learner.model_path or config.serving.model
         if not model:
             raise ConfigError("serving.model is empty; name the folder of the model that the run starts from")
@@ -103,14 +113,15 @@ class Run:
         self.store: Store = open_store(config.hub.url, self.keys.trainer)
         self.store.last_update(config.run.id)
         served_version(config.serving.engine_url)
+        self.served = ServedPolicy(config.serving, self.keys.trainer, self.folder / "weights")
         self._weights = self._model
         """Where the learner's current weights are kept: the starting folder, then a checkpoint."""
-        self._probe_rows = [_probe()]
+        self._probe_rows = [probe_row()]
         self._probe_before: list[NDArray[np.float32]] | None = None
         """The learner's logprobs of `_probe_rows` before the update that is to be published."""
 
     def __enter__(self) -> "Run":
-        """Start Ray and the learner, and continue where the last process ended."""
+        """Start Ray, the learner and rollouts, and continue where the last process ended."""
         self._lock = claim_folder(self.folder, self.config)
         if (line := continues(self.store, self.config, self.checkpoints)) is not None:
             self._on_note(line)
@@ -125,10 +136,13 @@ class Run:
         )
         self._resume()
         repair(self.store, self.config, self.keys, self._reward)
+        self._feeding = ExitStack()
+        self._feeding.enter_context(self.feed(Workers(self.config.agent.workers)))
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let go of the store and the folder; Ray ends with the process."""
+        """End what feeds it, let go of the store and the folder; Ray ends with the process."""
+        self._feeding.close()
         self.store.close()
         self._lock.close()
 
@@ -152,18 +166,30 @@ class Run:
         # A number alone does not say whose weights they are: another run may have published to this engine.
         self._publish_weights()
 
-    def ensure_served(self) -> None:
-        """Publish the learner's weights if the engine serves anything else (also after it was restarted)."""
-        if served_version(self.config.serving.engine_url) != self.policy_version:
-            self._publish_weights()
+    @contextmanager
+    def feed(self, crew: Crew) -> Iterator[Feeder]:
+        """Have rollouts done, from here on and ahead of the learner, for as long as the block lasts."""
+        config = self.config
+        self.feeder = Feeder(
+            self.store,
+            config.run.id,
+            Pace(config.rollout.groups_per_update, config.rollout.max_staleness, config.run.updates),
+            make_set=self._set,
+            crew=crew,
+            worker=self._worker,
+            before_round=self.served.ensure,
+            straggler_s=config.rollout.straggler_s,
+        )
+        with self.feeder.started(update_index=self.update_index, policy_version=self.policy_version):
+            yield self.feeder
 
     def collect(self) -> tuple[CreditedBatch, list[Rollout], Metrics]:
-        """Rollouts of the next update, credited; refilled until enough groups say something."""
+        """Rollouts of the next update, credited; more are taken until enough groups say something."""
         config = self.config.rollout
         seen: list[Rollout] = []
-        metrics = dict.fromkeys(("rollout/failed_attempts", "rollout/reward_errors"), 0.0)
+        metrics: Metrics = {"rollout/cut": 0.0, "time/wait_s": 0.0}
         started = time.monotonic()
-        credit_s, informative = 0.0, 0
+        informative = 0
         for refill in range(config.refills + 1):
             if refill:
                 logger.warning(
@@ -172,26 +198,27 @@ class Run:
                     *(self.update_index, informative, len(seen), config.informative_groups),
                     *(refill, config.refills),
                 )
-            ended, reports = self._run_rollouts(refill)
-            seen += ended
-            for report in reports:
-                metrics["rollout/failed_attempts"] += report.failed_attempts
-                metrics["rollout/reward_errors"] += report.reward_errors
-                if report.first_error is not None:
-                    logger.warning("update %d: %s", self.update_index, report.first_error)
-            credit_started = time.monotonic()
+            taken = self.feeder.take(is_more=bool(refill))
+            seen += taken.rollouts
+            if not refill:
+                metrics |= self._of_rollouts_meanwhile(taken)
+            metrics["rollout/cut"] += taken.cut
+            metrics["time/wait_s"] += taken.waited_s
             critic = None if self.config.critic is None else self._values
             batch = self._crediting.rows(self.store, seen, self.policy_version, critic)
-            credit_s += time.monotonic() - credit_started
             informative = self._crediting.informative_groups(batch)
             if informative >= config.informative_groups or (informative and refill == config.refills):
-                metrics |= {
-                    "rollout/refills": float(refill),
-                    "rollout/informative_groups": float(informative),
-                    "time/rollout_s": time.monotonic() - started - credit_s,
-                    "time/credit_s": credit_s,
-                }
-                return batch, seen, metrics
+                return (
+                    batch,
+                    seen,
+                    metrics
+                    | rollout_metrics(seen)
+                    | {
+                        "rollout/refills": float(refill),
+                        "rollout/informative_groups": float(informative),
+                        "time/credit_s": time.monotonic() - started - metrics["time/wait_s"],
+                    },
+                )
         if self._has_converged(batch, seen):
             groups, left = batch.diagnostics["groups/all"], self.config.run.updates - self.update_index
             raise ConvergedError(
@@ -216,31 +243,29 @@ class Run:
         values: Sequence[Sequence[float]] = call(self.learner.values, rows)
         return values
 
-    def _run_rollouts(self, refill: int) -> tuple[list[Rollout], list[WorkerReport]]:
-        worker = worker_config(
+    def _of_rollouts_meanwhile(self, taken: Taken) -> Metrics:
+        agent = self.config.agent
+        return {
+            "rollout/outstanding": float(taken.outstanding),
+            "rollout/busy_share": taken.running / (agent.workers * agent.concurrency),
+        }
+
+    def _worker(self) -> WorkerConfig:
+        return worker_config(
             self.config,
             self.keys,
             split="train",
             temperature=self.config.rollout.temperature,
-            policy_version=self.policy_version,
+            policy_version=self.served.version,
             check_version=True,
-        )
-        return run_rollouts(
-            self.store,
-            update_rollouts(self.config, self.update_index, refill, self._tasks(refill)),
-            worker,
-            workers=self.config.agent.workers,
-            before_round=self.ensure_served,
         )
 
     def learn(self, batch: CreditedBatch, rollouts: list[Rollout], metrics: Metrics) -> Metrics:
         """One update: learner, durable checkpoint, commit."""
         started = time.monotonic()
         metrics = metrics | batch_metrics(batch)
-        failed = [rollout for rollout in rollouts if rollout.status is not RolloutStatus.SUCCEEDED]
-        metrics["rollout/excluded"] = float(len(failed))
         self._probe_rows = list(batch.rows[:4])
-        self._probe_before = call(self.learner.score, [_whole(row) for row in self._probe_rows])
+        self._probe_before = call(self.learner.score, [scored_whole(row) for row in self._probe_rows])
         learnt = call(self.learner.update, batch.rows, policy_version=self.policy_version)
         metrics |= with_reasons_of_both(metrics, learnt)
         metrics |= checked_books(metrics, where=f"update {self.update_index}")
@@ -267,25 +292,29 @@ class Run:
         return metrics
 
     def publish(self) -> Metrics:
-        """Serve the learner's weights, and prove that they are served."""
+        """Serve the learner's weights, and prove that they are served; then others may follow."""
         started = time.monotonic()
         proof = self._publish_weights()
+        self.feeder.advance(update_index=self.update_index, policy_version=self.policy_version)
         return {"time/publish_s": time.monotonic() - started} | proof
 
     def _publish_weights(self) -> Metrics:
+        while True:
+            try:
+                return self._publish_once()
+            except PublishError as error:
+                if not self.served.was_away():
+                    raise
+                logger.warning("publishing again: %s", error)
+                self._probe_before = None  # what the engine serves now was never compared with it
+
+    def _publish_once(self) -> Metrics:
         serving = self.config.serving
         token_ids = [row.token_ids.tolist() for row in self._probe_rows]
         served_before = None
         if self._probe_before is not None:  # else the engine may still be paused by a publish that died
             served_before = served_logprobs(serving.engine_url, token_ids)
-        call(self.learner.export_weights, str(self.weights))
-        publish(
-            serving.engine_url,
-            self.weights,
-            self.policy_version,
-            gateway_url=serving.gateway_url,
-            gateway_key=self.keys.trainer,
-        )
+        self.served.publish(self.policy_version, lambda file: call(self.learner.export_weights, file))
         self.store.put_policy(
             Policy(
                 run_id=self.config.run.id,
@@ -298,7 +327,7 @@ class Run:
         proof = prove(
             serving.engine_url,
             token_ids,
-            call(self.learner.score, [_whole(row) for row in self._probe_rows]),
+            call(self.learner.score, [scored_whole(row) for row in self._probe_rows]),
             tolerance_nats=serving.publish_tolerance,
             before=served_before,
             learner_before=self._probe_before,
@@ -307,11 +336,13 @@ class Run:
         moved = {} if proof.expected is None else {"gap/published_moved": proof.moved or 0.0}
         return {"gap/published_mean": proof.mean_gap, "gap/published_max": proof.max_gap} | moved
 
-    def _tasks(self, refill: int) -> list[dict[str, Any]]:
-        """The tasks of an update depend on seed and index alone, so that a restart asks for the same."""
-        count = self.config.rollout.groups_per_update
-        seed = random.Random(f"{self.config.run.seed}-{self.update_index}-{refill}").getrandbits(31)
-        return load_tasks(self.config.agent.tasks, "train", count, seed=seed, base_dir=self.config.base_dir)
+    def _set(self, index: int) -> list[list[Rollout]]:
+        """A set of tasks depends on seed and number alone, so that a restart asks for the same."""
+        count, size = self.config.rollout.groups_per_update, self.config.rollout.group_size
+        seed = random.Random(f"{self.config.run.seed}-{index}").getrandbits(31)
+        tasks = load_tasks(self.config.agent.tasks, "train", count, seed=seed, base_dir=self.config.base_dir)
+        rollouts = set_rollouts(self.config, index, tasks)
+        return [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
 
     def _why_empty(self, batch: CreditedBatch, rollouts: list[Rollout]) -> str:
         trainable = sum(int(row.action_mask.sum()) for row in batch.rows)
@@ -379,64 +410,7 @@ def _evaluate_between(run: Run, report: TrainReport) -> Metrics:
         label="between",
         policy_version=run.policy_version,
         tasks=run.config.eval.tasks_between,
-        before_round=run.ensure_served,
+        before_round=run.served.ensure,
     )
     report.evaluations.append(found)
     return {"eval/success_greedy": found.success, "time/eval_s": time.monotonic() - started}
-
-
-def batch_metrics(batch: CreditedBatch) -> Metrics:
-    """Numbers that describe what an update is about to learn from."""
-    metrics = {f"credit/{name.replace('/', '_')}": float(v) for name, v in batch.diagnostics.items()}
-    for name, source in (("reward/mean", "reward/mean"), ("reward/spread", "reward/std_in_groups")):
-        if source in batch.diagnostics:
-            metrics[name] = float(batch.diagnostics[source])
-    metrics["data/refused_calls"] = float(len(batch.refused))
-    metrics["data/sampled_tokens"] = float(batch.sampled_tokens)
-    return metrics | dropped_metrics(dropped_tokens(batch.refused))
-
-
-def with_reasons_of_both(credited: Metrics, learnt: Metrics) -> Metrics:
-    """What a learner says, with what credit dropped for a reason of the same name added."""
-    return {
-        name: value + (credited.get(name, 0.0) if name.startswith("dropped/") else 0.0)
-        for name, value in learnt.items()
-    }
-
-
-def checked_books(metrics: Metrics, *, where: str) -> Metrics:
-    """`data/dropped_tokens` of an update: what credit refused and what the learner left out.
-
-    Raises:
-        BooksError: Sampled tokens are not those trained and those dropped.
-    """
-    dropped = {name: int(count) for name, count in metrics.items() if name.startswith("dropped/")}
-    sampled, trained = int(metrics["data/sampled_tokens"]), int(metrics["data/trained_tokens"])
-    check_books(sampled, trained, dropped, where=where)
-    return {"data/dropped_tokens": float(sum(dropped.values()))}
-
-
-def _probe() -> Transition:
-    """Token ids that every tokenizer has, to compare engine and learner with before there is any rollout."""
-    ids = np.random.default_rng(0).integers(3, 256, 64).astype(np.int32)
-    nothing = np.zeros(len(ids), dtype=np.bool_)
-    return Transition(
-        rollout_id="probe",
-        attempt=0,
-        group_id=None,
-        segments=(),
-        token_ids=ids,
-        action_mask=nothing,
-        behavior_logprobs=np.full(len(ids), np.nan, dtype=np.float32),
-        policy_versions=np.full(len(ids), -1, dtype=np.int32),
-        advantages=np.zeros(len(ids)),
-        loss_weight=0.0,
-        grade="exact",
-    )
-
-
-def _whole(row: Transition) -> Transition:
-    """The same tokens with every one but the first to be scored, at temperature 1."""
-    mask = np.ones(len(row.token_ids), dtype=np.bool_)
-    mask[0] = False
-    return dataclasses.replace(row, action_mask=mask, temperature=1.0)

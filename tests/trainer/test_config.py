@@ -9,6 +9,7 @@ import pytest
 from spangrad.credit.credit_config import CreditConfig
 from spangrad.errors import ConfigError
 from spangrad.trainer.config import (
+    STRAGGLER_S,
     AgentConfig,
     EvalConfig,
     RolloutConfig,
@@ -133,6 +134,7 @@ OUT_OF_RANGE = [
     (RolloutConfig, "group_size", 0, "1 or more"),
     (RolloutConfig, "temperature", 0.0, "more than 0"),
     (RolloutConfig, "max_staleness", -1, "0 or more"),
+    (RolloutConfig, "straggler_s", 0.0, "more than 0, or none"),
     (RolloutConfig, "aggregation_tokens", 0.0, "more than 0"),
     (RolloutConfig, "refills", -1, "0 or more"),
     (PreferenceConfig, "min_gap", -1.0, "0 or more"),
@@ -443,6 +445,13 @@ def test_tasks_of_evaluations_that_are_not_made_are_refused():
     assert EvalConfig(every=4, tasks_between=7).tasks_between == 7
     with pytest.raises(ConfigError, match=r"eval\.tasks_between = 7 has no effect with eval\.every 0"):
         EvalConfig(tasks_between=7)
+
+
+def test_the_only_rollout_of_an_update_is_never_late():
+    assert RolloutConfig(groups_per_update=1, group_size=2, straggler_s=7.0).straggler_s == 7.0
+    assert RolloutConfig(groups_per_update=1, group_size=1, informative_groups=1).straggler_s == STRAGGLER_S
+    with pytest.raises(ConfigError, match=r"straggler_s = None has no effect with one rollout an update"):
+        RolloutConfig(groups_per_update=1, group_size=1, straggler_s=None)
 
 
 def test_without_refills_no_number_of_informative_groups_has_an_effect():

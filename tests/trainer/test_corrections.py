@@ -28,7 +28,7 @@ from spangrad.trainer.learning.monitors import Totals
 from spangrad.trainer.learning.objective import batch_loss
 from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.learning.packing import pack
-from spangrad.trainer.loop import checked_books
+from spangrad.trainer.update_metrics import checked_books
 
 GOLDEN = (0.4, 0.9, 1.1, 2.5, 6.0)
 RATIO_OBJECTIVES = sorted(name for name, objective in OBJECTIVES.items() if objective.uses_ratio)

@@ -11,7 +11,7 @@ METRICS = {
     "gap/mean": 1.25e-5,
     "data/trained_tokens": 5120.0,
     "data/dropped_tokens": 12.0,
-    "time/rollout_s": 12.34,
+    "time/wait_s": 12.34,
     "time/update_s": 4.0,
 }
 
@@ -25,7 +25,7 @@ def test_a_log_gets_one_plain_line_per_update() -> None:
     first, second = out.getvalue().splitlines()
     assert first.startswith("update 0: train reward 0.625, held-out greedy/sampled 0.75/-, ")
     assert "tokens trained/dropped 5120/12" in first
-    assert "seconds rollout/credit/update/publish/eval 12/-/4.0/-/-" in first
+    assert "seconds wait/credit/update/publish/eval 12/-/4.0/-/-" in first
     assert "0.0" not in second  # what is not known is no zero
     assert "\x1b" not in out.getvalue()
 

@@ -6,13 +6,13 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.adapters.building import span, text_attributes, token_attributes
+from tests.trainer.scripted_crew import ScriptedCrew
 from tests.trainer.small_policy import make_policy
 from tests.waiting import wait_until
 
@@ -21,47 +21,24 @@ from spangrad.credit.pipeline import CreditedBatch
 from spangrad.errors import ConfigError, ConvergedError, EmptyBatchError
 from spangrad.store import open_store
 from spangrad.store.file_store import FileStore
-from spangrad.store.otlp import encode_request
-from spangrad.store.records import Reward, RewardAuthor, Rollout, Span, Update
+from spangrad.store.records import Rollout, Span, Update
 from spangrad.tracer import conventions as c
 from spangrad.trainer.config import TrainConfig, load_config
 from spangrad.trainer.crediting import Crediting
 from spangrad.trainer.learning.checkpoint import Checkpoint, save_checkpoint
 from spangrad.trainer.learning.learner import Learner
 from spangrad.trainer.learning.learner_config import LearnerConfig
-from spangrad.trainer.loop import Run, batch_metrics, checked_books, with_reasons_of_both
+from spangrad.trainer.loop import Run
 from spangrad.trainer.preference_config import PreferenceConfig
 from spangrad.trainer.resuming import continues
-from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, update_rollouts, worker_config
+from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, set_rollouts, worker_config
+from spangrad.trainer.update_metrics import Metrics, batch_metrics, checked_books, with_reasons_of_both
 
 AGENT = """
 def run(task): ...
 def tasks(split, n, seed): return [{"task_id": f"t{i}"} for i in range(n)]
 def reward(task, output): return 1.0
 """
-
-
-@pytest.fixture(scope="module")
-def engine_url() -> Iterator[str]:
-    """An engine that serves version 0, as far as the loop asks before it learns."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.dumps({"weight_version": "0"}).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        serving = threading.Thread(target=server.serve_forever)
-        serving.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        serving.join()
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +66,7 @@ def config(tmp_path: Path, model: Path, engine_url: str) -> TrainConfig:
         [rollout]
         groups_per_update = 1
         group_size = 2
+        max_staleness = 0
         [credit]
         step = "gigpo"
         gamma = 0.95
@@ -111,20 +89,28 @@ def spans_of(rollout_id: str, trace: str, calls: int, last: int = 4) -> list[Spa
     return spans
 
 
-def end_rollouts(
-    store: FileStore, config: TrainConfig, refill: int, rewards: Sequence[float | None], last: int = 4
-) -> None:
-    """End the rollouts of update 0; the first has one call, the next one more, and so on."""
-    rollouts = update_rollouts(config, 0, refill, [{"task_id": "t0"}])
-    store.enqueue(rollouts)
-    for index, (rollout, reward) in enumerate(zip(rollouts, rewards, strict=True)):
-        (claimed,) = store.claim(worker="w", limit=1)
-        assert claimed.rollout_id == rollout.rollout_id
-        spans = spans_of(rollout.rollout_id, f"{refill}{index + 1}", index + 1, last)
-        store.put_otlp(encode_request(spans))
-        if reward is not None:
-            store.put_rewards([Reward(rollout.rollout_id, reward, attempt=0)], author=RewardAuthor.EVALUATOR)
-        store.finish(rollout.rollout_id, 0)
+Collected = tuple[CreditedBatch, list[Rollout], Metrics]
+Rewards = Sequence[float | None]
+
+
+def collect(run: Run, *sets: Rewards, last: int = 4) -> Collected:
+    """What a run makes of its next update; `sets` are the rewards of each set of tasks.
+
+    The first rollout of a group has one call, the next one more, and so on.
+    """
+
+    def end(rollout: Rollout) -> tuple[list[Span], float | None]:
+        index, member = int(rollout.rollout_id[3:8]), int(rollout.rollout_id[-2:])
+        spans = spans_of(rollout.rollout_id, f"{index}{member + 1}", member + 1, last)
+        return spans, sets[index][member]
+
+    return collected_by(run, end)
+
+
+def collected_by(run: Run, end: Callable[[Rollout], tuple[list[Span], float | None]]) -> Collected:
+    assert isinstance(run.store, FileStore)
+    with run.feed(ScriptedCrew(run.store, end)):
+        return run.collect()
 
 
 def with_refills(config: TrainConfig, refills: int, **more: Any) -> TrainConfig:
@@ -151,9 +137,8 @@ def announced(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_equal_rewards_of_longer_and_shorter_rollouts_are_refused(config, start):
     run = start(with_refills(config, 0))
-    end_rollouts(run.store, config, 0, [1.0, 1.0])
     with pytest.raises(EmptyBatchError) as caught:
-        run.collect()
+        collect(run, [1.0, 1.0])
     said = str(caught.value)
     assert said.startswith("update 0: nothing to learn from 2 rollouts: 6 trainable tokens, 0 of 1 groups")
     assert {rollout.consumed_by for rollout in run.store.rollouts(run_id="r")} == {None}
@@ -169,25 +154,21 @@ def test_equal_rewards_are_the_end_if_they_are_no_worse_than_those_before(config
     run.store.commit_update(
         Update("r", 0, 1, rollout_ids=[], samples=[], metrics=told, checkpoint="", time_ns=1)
     )
-    end_rollouts(run.store, config, 0, now)
     with pytest.raises(EmptyBatchError) as caught:
-        run.collect()
+        collect(run, now)
     assert isinstance(caught.value, ConvergedError) == is_end
 
 
 def test_ids_that_the_model_does_not_have_are_refused(config, start):
     run = start(with_refills(config, 0))
-    end_rollouts(run.store, config, 0, [1.0, 0.0], last=320)  # the model has 320 tokens, 0 to 319
     with pytest.raises(EmptyBatchError, match=r"3 calls refused; first refusal: token ids of another vocab"):
-        run.collect()
+        collect(run, [1.0, 0.0], last=320)  # the model has 320 tokens, 0 to 319
 
 
 def test_a_refill_is_announced_before_it_and_only_if_it_follows(config, start, caplog):
     run = start(with_refills(config, 1))
-    for refill in (0, 1):
-        end_rollouts(run.store, config, refill, [1.0, 1.0])
     with pytest.raises(EmptyBatchError):
-        run.collect()
+        collect(run, [1.0, 1.0], [1.0, 1.0])
     assert announced(caplog) == [
         "update 0: 0 of the groups of 2 rollouts say something, 1 are wanted; trying other tasks,"
         " refill 1 of 1"
@@ -196,17 +177,14 @@ def test_a_refill_is_announced_before_it_and_only_if_it_follows(config, start, c
 
 def test_no_refill_is_announced_if_there_is_none(config, start, caplog):
     run = start(with_refills(config, 0))
-    end_rollouts(run.store, config, 0, [1.0, 1.0])
     with pytest.raises(EmptyBatchError):
-        run.collect()
+        collect(run, [1.0, 1.0])
     assert announced(caplog) == []
 
 
 def test_a_refill_that_says_something_is_trained_together_with_what_came_before(config, start):
     run = start(with_refills(config, 1))
-    end_rollouts(run.store, config, 0, [1.0, 1.0])
-    end_rollouts(run.store, config, 1, [1.0, 0.0])
-    batch, rollouts, metrics = run.collect()
+    batch, rollouts, metrics = collect(run, [1.0, 1.0], [1.0, 0.0])
     assert len(rollouts) == 4
     assert (batch.diagnostics["groups/informative"], batch.diagnostics["groups/equal"]) == (1, 1)
     assert (metrics["rollout/refills"], metrics["rollout/informative_groups"]) == (1.0, 1.0)
@@ -219,9 +197,7 @@ def test_sets_of_tasks_are_tried_until_enough_groups_say_something_or_there_are_
     config = with_refills(config, 1, informative_groups=2)
     credit = dataclasses.replace(config.credit, filters=("zero_spread",))
     run = start(dataclasses.replace(config, credit=credit))
-    end_rollouts(run.store, config, 0, [1.0, 0.0])
-    end_rollouts(run.store, config, 1, second)
-    batch, rollouts, metrics = run.collect()
+    batch, rollouts, metrics = collect(run, [1.0, 0.0], second)
     assert len(rollouts) == 4
     assert metrics["rollout/informative_groups"] == informative
     assert batch.diagnostics["dropped/zero_spread"] == len(rollouts) - 2 * informative
@@ -236,8 +212,7 @@ def test_a_term_that_pays_for_going_in_circles_is_said_and_kept_with_the_update(
         with_refills(config, 0, group_size=4), credit=CreditConfig(shaping="terms", scores="bonus.py:bonus")
     )
     run = start(config)
-    end_rollouts(run.store, config, 0, [1.0, 0.0, 1.0, 0.0])  # the longest is told "on" three times
-    batch, _, _ = run.collect()
+    batch, _, _ = collect(run, [1.0, 0.0, 1.0, 0.0])  # the longest is told "on" three times
     told = batch_metrics(batch)
     assert (told["credit/shaping_farming_gain"], told["credit/shaping_passes"]) == (1.0, 0.0)
     assert [line for line in caplog.messages if "earned up to 1 from what credit.shaping adds" in line]
@@ -254,8 +229,7 @@ def test_a_run_whose_credit_asks_a_critic_trains_one(config, start, monkeypatch)
     run = start(config)
     settings = {"model_path": str(run._model), "threads": 1, "critic": config.critic}
     run.learner = Learner(LearnerConfig(**settings))
-    end_rollouts(run.store, config, 0, [1.0, 1.0])  # of one call, and of two; groups would say nothing
-    batch, rollouts, _ = run.collect()
+    batch, rollouts, _ = collect(run, [1.0, 1.0])  # of one call, and of two; groups would say nothing
     # Nothing is expected yet: (1 + 0.5 * 0) behind; before it 0 + 0.5 * 1
     assert [sample.advantage for sample in batch.samples] == [1.0, 0.5, 1.0]
     metrics = run.learn(batch, rollouts, {})
@@ -287,11 +261,10 @@ def preferences_of(batch: CreditedBatch) -> list[tuple[int, list[bool]]]:
 
 def test_the_objective_says_what_becomes_of_the_rollouts(config, start):
     run = start(of_objective(config, "dpo"))
-    end_rollouts(run.store, run.config, 0, [1.0, 0.0])  # one call, and two calls, of two tokens each
 
     def collected(objective: str, **preference: Any) -> CreditedBatch:
         run._crediting = Crediting(of_objective(config, objective, **preference), run._model)
-        batch: CreditedBatch = run.collect()[0]
+        batch, _, _ = collect(run, [1.0, 0.0])  # one call, and two calls, of two tokens each
         return batch
 
     assert preferences_of(collected("dpo")) == [(2, [True]), (4, [False])]
@@ -324,25 +297,20 @@ def test_the_objective_says_what_becomes_of_the_rollouts(config, start):
 
 def test_text_trains_what_needs_no_logprobs_and_is_refused_by_what_does(config, start):
     run = start(of_objective(config, "kto"))
-    rollouts = update_rollouts(config, 0, 0, [{"task_id": "t0"}])
-    run.store.enqueue(rollouts)
-    for index, rollout in enumerate(rollouts):
-        run.store.claim(worker="w", limit=1)
+
+    def end(rollout: Rollout) -> tuple[list[Span], float | None]:
+        member = int(rollout.rollout_id[-2:])
         names = {c.ROLLOUT_ID: rollout.rollout_id, c.ATTEMPT: 0}
-        trace = str(index + 1)
+        trace = str(member + 1)
         root = span("r", trace=trace, attributes={**names, c.SPAN_ROLE: "rollout"}, end_ns=100)
-        told = text_attributes(**names) | {c.RESPONSE_ID: f"text-{index}"}
-        call = span("a", trace=trace, parent="r", start_ns=10, attributes=told)
-        run.store.put_otlp(encode_request([root, call]))
-        run.store.put_rewards(
-            [Reward(rollout.rollout_id, float(index), attempt=0)], author=RewardAuthor.EVALUATOR
-        )
-        run.store.finish(rollout.rollout_id, 0)
-    batch, _, _ = run.collect()
+        told = text_attributes(**names) | {c.RESPONSE_ID: f"text-{member}"}
+        return [root, span("a", trace=trace, parent="r", start_ns=10, attributes=told)], float(member)
+
+    batch, _, _ = collected_by(run, end)
     assert [row.grade for row in batch.rows] == ["text", "text"]
     run._crediting = Crediting(of_objective(config, "ppo"), run._model)
     with pytest.raises(EmptyBatchError, match="2 calls refused; first refusal: grade text, exact is needed"):
-        run.collect()
+        collected_by(run, end)
 
 
 def test_a_run_that_begins_continues_nothing(config, start):
@@ -352,7 +320,7 @@ def test_a_run_that_begins_continues_nothing(config, start):
 
 def test_a_run_that_ended_in_its_first_update_says_that_it_continues(config, start):
     run = start(config)
-    run.store.enqueue(update_rollouts(config, 0, 0, [{"task_id": "t0"}]))
+    run.store.enqueue(set_rollouts(config, 0, [{"task_id": "t0"}]))
     line = continues(run.store, config, run.checkpoints)
     assert line == "continuing run 'r' at update 0 (no checkpoint yet: from the starting weights)"
 
@@ -375,7 +343,7 @@ def test_a_run_with_a_checkpoint_says_where_it_continues(config, start, last, sa
 def test_what_a_killed_process_held_is_waited_for_and_said_once(config, tmp_path, caplog):
     store = open_store(tmp_path / "leases.duckdb")
     assert isinstance(store, FileStore)
-    rollouts = update_rollouts(config, 0, 0, [{"task_id": "t0"}])
+    rollouts = set_rollouts(config, 0, [{"task_id": "t0"}])
     store.enqueue(rollouts)
     store.claim(worker="worker-17", limit=2, lease_s=300.0)
     worker = worker_config(config, RunKeys(), split="train", temperature=1.0, policy_version=0)

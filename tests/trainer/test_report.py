@@ -31,7 +31,7 @@ def report(**changes: object) -> RunReport:
         "before": result(0.5, 0.4),
         "after": result(0.9, 0.8),
         "updates": [
-            {"reward/mean": 0.5, "policy/entropy": 0.7, "time/rollout_s": 4.0},
+            {"reward/mean": 0.5, "policy/entropy": 0.7, "time/wait_s": 4.0},
             {"reward/mean": 0.6, "eval/success_greedy": 0.75, "grad/norm": float("nan")},
         ],
     }

@@ -188,5 +188,7 @@ def data_metrics(selection: Selection, *, policy_version: int | None) -> dict[st
         if staleness.size:
             metrics["data/staleness_mean"] = float(staleness.mean())
             metrics["data/staleness_max"] = float(staleness.max())
+            for updates, count in zip(*np.unique(staleness, return_counts=True), strict=True):
+                metrics[f"data/staleness_{updates}"] = count / staleness.size
     metrics |= dropped_metrics(selection.dropped_tokens)
     return {name: float(value) for name, value in metrics.items()}

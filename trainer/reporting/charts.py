@@ -87,7 +87,7 @@ _TOKENS: Final = (
     _Line("data/dropped_tokens", "dropped", RED),
 )
 _SECONDS: Final = (
-    _Line("time/rollout_s", "rollouts", BLUE),
+    _Line("time/wait_s", "waiting for rollouts", BLUE),
     _Line("time/credit_s", "credit", VIOLET),
     _Line("time/update_s", "update", ORANGE),
     _Line("time/publish_s", "publish", GREEN),

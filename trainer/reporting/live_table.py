@@ -42,7 +42,7 @@ def _pair(first: str, second: str, spec: str) -> Callable[[Metrics], str]:
     return show
 
 
-_PHASES: Final = ("rollout", "credit", "update", "publish", "eval")
+_PHASES: Final = ("wait", "credit", "update", "publish", "eval")
 
 
 def _seconds(metrics: Metrics) -> str:
@@ -77,7 +77,7 @@ _COLUMNS: Final = (
         "tokens trained/dropped",
         _pair("data/trained_tokens", "data/dropped_tokens", ".0f"),
     ),
-    _Column("seconds: rollout/\ncredit/upd/publ/eval", f"seconds {'/'.join(_PHASES)}", _seconds),
+    _Column("seconds: wait/\ncredit/upd/publ/eval", f"seconds {'/'.join(_PHASES)}", _seconds),
 )
 _NARROW_COLUMNS: Final = (*_COLUMNS[:-1], _Column("\nsecs", "seconds", _seconds_in_all))
 _FULL_WIDTH: Final = 100

@@ -14,7 +14,6 @@ policy can reach can't grade itself.
 
 import argparse
 import asyncio
-import concurrent.futures
 import json
 import os
 import sys
@@ -30,14 +29,16 @@ FLUSH_TIMEOUT_S = 30.0
 
 
 class AgentHost:
-    """Runs rollouts concurrently: async agents in one event loop, sync ones in threads."""
+    """Runs rollouts concurrently: async agents in one event loop, sync ones in a thread each.
 
-    def __init__(self, function: Callable[..., Any], *, concurrency: int, replies: TextIO) -> None:
-        """Prepare the loop or the threads; `serve` starts reading."""
+    How many at once is up to who asks.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, replies: TextIO) -> None:
+        """Prepare the loop; `serve` starts reading."""
         self._function = function
         self._replies = replies
         self._write_lock = threading.Lock()
-        self._threads = concurrent.futures.ThreadPoolExecutor(concurrency, thread_name_prefix="rollout")
         self._loop: asyncio.AbstractEventLoop | None = None
         if is_async(function):
             self._loop = asyncio.new_event_loop()
@@ -52,13 +53,12 @@ class AgentHost:
                 self._submit(request["run"])
             elif "flush" in request:
                 self._threads_flush(request["flush"])
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, rollout: dict[str, Any]) -> None:
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._run_async(rollout), self._loop)
         else:
-            self._threads.submit(self._run_sync, rollout)
+            threading.Thread(target=self._run_sync, args=(rollout,), daemon=True, name="rollout").start()
 
     def _run_sync(self, rollout: dict[str, Any]) -> None:
         try:
@@ -120,16 +120,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Run an agent for a rollout worker.")
     parser.add_argument("--function", required=True)
     parser.add_argument("--base-dir", default=".")
-    parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--store", required=True)
     options = parser.parse_args(argv)
     die_with_parent()
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     spangrad.init(store=options.store)
-    host = AgentHost(
-        load_callable(options.function, options.base_dir), concurrency=options.concurrency, replies=replies
-    )
+    host = AgentHost(load_callable(options.function, options.base_dir), replies=replies)
     host.serve(sys.stdin)
     spangrad.shutdown()
 

@@ -58,7 +58,7 @@ class WorkerConfig:
     def host_identity(self) -> tuple[object, ...]:
         """Two configs with the same identity can share one agent's process."""
         return (
-            *(self.function, self.base_dir, self.concurrency, self.store, self.gateway_url),
+            *(self.function, self.base_dir, self.store, self.gateway_url),
             *(self.agent_key, self.model, tuple(sorted(self.env.items()))),
         )
 
@@ -90,7 +90,6 @@ class AgentProcess:
                     "spangrad.trainer.rollouts.agent_host",
                     *("--function", config.function),
                     *("--base-dir", config.base_dir),
-                    *("--concurrency", str(config.concurrency)),
                     *("--store", config.store),
                 ],
                 stdin=subprocess.PIPE,

@@ -1,24 +1,26 @@
-"""Get a set of rollouts done: enqueue them, send Ray workers, wait for the last one.
+"""Get rollouts done: enqueue them, send Ray workers, wait for the last one.
 
 Knows the queue and Ray. Knows nothing of credit, learning or publishing.
 
-* Rollout ids are derived from run, update and place, so that enqueueing again after a
+* Rollout ids are derived from run, set and place, so that enqueueing again after a
   crash adds nothing and what is finished is not run twice.
 * The calls of all these rollouts, whatever they are for, are in the table `calls` afterwards.
 * A rollout that a dead worker held becomes claimable when its lease runs out; until
-  then `run_rollouts` waits for it.
+  then `run_rollouts` waits for it. A worker that died is replaced.
+* Whoever asks for rollouts has workers of its own: evaluations wait for no training rollouts, nor these for
+  them.
 """
 
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import ray
 
 from spangrad.adapters.accounts import account_rollouts
-from spangrad.errors import RolloutError
+from spangrad.errors import ClusterError, RolloutError
 from spangrad.store.base import Store
 from spangrad.store.keys import Keys
 from spangrad.store.records import Rollout, RolloutStatus
@@ -29,7 +31,11 @@ from spangrad.trainer.rollouts.worker import RolloutWorker, WorkerReport
 
 logger = logging.getLogger(__name__)
 
-ENDED = (RolloutStatus.SUCCEEDED, RolloutStatus.FAILED)
+ENDED: Final = (RolloutStatus.SUCCEEDED, RolloutStatus.FAILED)
+DEATHS_IN_A_ROW: Final = 5
+"""So many workers may die before one has come back; then something is wrong with all of them."""
+WAIT_S: Final = 1.0
+"""How long to wait for a worker before the queue is looked at again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +52,9 @@ class RunKeys:
         return cls(agent=keys.agent, evaluator=keys.evaluator, trainer=keys.trainer)
 
 
-def update_rollouts(
-    config: TrainConfig, update_index: int, refill: int, tasks: Sequence[dict[str, Any]]
-) -> list[Rollout]:
-    """The rollouts that an update learns from: `group_size` of each task."""
-    stem = f"{config.run.id}-u{update_index:05d}" + (f"r{refill}" if refill else "")
+def set_rollouts(config: TrainConfig, set_index: int, tasks: Sequence[dict[str, Any]]) -> list[Rollout]:
+    """The rollouts of one set of tasks: `group_size` of each task."""
+    stem = f"{config.run.id}-u{set_index:05d}"
     return [
         Rollout(
             rollout_id=f"{stem}-g{g:03d}-m{m:02d}",
@@ -76,7 +80,7 @@ def worker_config(
     reward: bool = True,
     check_version: bool = False,
 ) -> WorkerConfig:
-    """What a rollout worker of this run needs."""
+    """What a rollout worker of this run needs; with `check_version` it claims nothing for older weights."""
     return WorkerConfig(
         store=config.hub.url,
         evaluator_key=keys.evaluator,
@@ -112,7 +116,7 @@ def run_rollouts(
     """Enqueue rollouts and return them ended, with the workers' reports.
 
     `before_round` is called each time before workers start: it publishes the right weights if the engine
-    serves others. A worker of a config with `check_version` comes back when it finds others.
+    serves others. A worker of a config with `check_version` comes back when it finds older ones.
 
     Raises:
         RolloutError: The agent can't be started.
@@ -120,54 +124,125 @@ def run_rollouts(
     """
     store.enqueue(rollouts)
     ids = [rollout.rollout_id for rollout in rollouts]
+    crew = Workers(workers)
     reports: list[WorkerReport] = []
     told: set[tuple[str, int]] = set()
-    while True:
-        ended = store.rollouts(rollout_ids=ids)
-        waiting = [rollout for rollout in ended if rollout.status not in ENDED]
-        if on_progress is not None:
-            on_progress(len(ended) - len(waiting), len(ids))
-        if not waiting:
-            account_rollouts(store, ids)
-            return ended, reports
-        if not any(_is_claimable(rollout) for rollout in waiting):
-            held = {(rollout.rollout_id, rollout.attempt) for rollout in waiting}
-            if not held <= told:
-                logger.warning("%s", _held(waiting))
-                told |= held
-            time.sleep(0.2)
-            continue
-        if before_round is not None:
-            before_round()
-        done = _POOL.run(worker, workers)
-        for text in sorted({one.other_names for one in done if one.other_names is not None}):
-            logger.warning("%s", text)
-        reports += done
+    try:
+        while True:
+            ended = store.rollouts(rollout_ids=ids)
+            waiting = [rollout for rollout in ended if rollout.status not in ENDED]
+            if on_progress is not None:
+                on_progress(len(ended) - len(waiting), len(ids))
+            if not waiting and not crew.is_working:
+                account_rollouts(store, ids)
+                return ended, reports
+            if crew.has_idle and any(is_claimable(rollout) for rollout in waiting):
+                if before_round is not None:
+                    before_round()
+                crew.send(worker)
+            elif not crew.is_working:
+                say_held(waiting, told)
+                time.sleep(0.2)
+            reports += crew.returned(within_s=WAIT_S)
+    finally:
+        crew.stop()
 
 
-class _Pool:
-    """The rollout workers of this process; they keep their agents' processes from update to update."""
+class Workers:
+    """Some rollout workers, Ray actors, that are idle or at work.
 
-    def __init__(self) -> None:
-        self._actors: list[Any] = []
+    They are started when they are first sent. Idle ones go on, with their agent's process, to whoever needs
+    some next.
+    """
 
-    def run(self, worker: WorkerConfig, count: int) -> list[WorkerReport]:
-        kind = ray.remote(RolloutWorker).options(num_cpus=0)
-        while len(self._actors) < count:
-            self._actors.append(kind.remote())
-        configs = [replace(worker, log=f"{worker.log}.{n}" if n else worker.log) for n in range(count)]
-        working = [
-            actor.run.remote(config) for actor, config in zip(self._actors[:count], configs, strict=True)
-        ]
+    def __init__(self, count: int) -> None:
+        """None is started yet."""
+        self._idle = list(range(count))
+        self._actors: dict[int, Any] = {}
+        self._working: dict[Any, int] = {}
+        self._deaths = 0
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether any could be sent."""
+        return bool(self._idle)
+
+    @property
+    def is_working(self) -> bool:
+        """Whether any has not come back."""
+        return bool(self._working)
+
+    def send(self, worker: WorkerConfig) -> None:
+        """Send the idle ones to work until nothing is left to claim."""
+        while self._idle:
+            place = self._idle.pop()
+            if place not in self._actors:
+                hired = ray.remote(RolloutWorker).options(num_cpus=0)
+                self._actors[place] = _UNEMPLOYED.pop() if _UNEMPLOYED else hired.remote()
+            log = f"{worker.log}.{place}" if place else worker.log
+            self._working[self._actors[place].run.remote(replace(worker, log=log))] = place
+
+    def returned(self, *, within_s: float = 0.0) -> list[WorkerReport]:
+        """Reports of those that came back; waits for one.
+
+        Raises:
+            RolloutError: The agent can't be started, or one worker after the other dies.
+            EngineError: The engine stayed away.
+        """
+        if not self._working:
+            return []
+        came, _ = ray.wait(list(self._working), timeout=within_s)
+        return [report for reference in came if (report := self._report(reference)) is not None]
+
+    def stop(self) -> None:
+        """Dismiss all; those that don't come back in a moment are ended, with their agents."""
+        if self._working:
+            ray.wait(list(self._working), num_returns=len(self._working), timeout=WAIT_S)
+        for reference, place in self._working.items():
+            if not ray.wait([reference], timeout=0)[0]:
+                ray.kill(self._actors.pop(place))
+        _UNEMPLOYED.extend(self._actors.values())
+        self._actors.clear()
+        self._working.clear()
+
+    def _report(self, reference: Any) -> WorkerReport | None:
+        place = self._working.pop(reference)
+        self._idle.append(place)
         try:
-            reports: list[WorkerReport] = wait_for(working)
-        except ray.exceptions.RayActorError as error:
-            self._actors.clear()
-            raise RolloutError(f"a rollout worker died: {error}") from error
-        return reports
+            report: WorkerReport = wait_for(reference)
+        except ClusterError as error:
+            if not isinstance(error.__cause__, ray.exceptions.RayActorError):
+                raise
+            del self._actors[place]
+            self._deaths += 1
+            if self._deaths >= DEATHS_IN_A_ROW:
+                raise RolloutError(
+                    f"{self._deaths} rollout workers died one after the other: {error}"
+                ) from error
+            logger.warning(
+                "a rollout worker died and is replaced; its rollouts run again when their leases run out: %s",
+                error,
+            )
+            return None
+        self._deaths = 0
+        if report.other_names is not None and report.other_names not in _TOLD:
+            _TOLD.add(report.other_names)
+            logger.warning("%s", report.other_names)
+        return report
 
 
-_POOL = _Pool()
+_UNEMPLOYED: list[Any] = []
+"""Actors of this process that nobody has sent; they keep their agents' processes."""
+_TOLD: set[str] = set()
+"""What workers said of names of rewards, each of them once."""
+
+
+def say_held(waiting: Sequence[Rollout], told: set[tuple[str, int]]) -> None:
+    """Say once that other workers hold all that is left; `told` remembers."""
+    held = {(rollout.rollout_id, rollout.attempt) for rollout in waiting}
+    if not held <= told:
+        logger.warning("%s", _held(waiting))
+        told |= held
 
 
 def _held(waiting: Sequence[Rollout]) -> str:
@@ -181,7 +256,8 @@ def _held(waiting: Sequence[Rollout]) -> str:
     )
 
 
-def _is_claimable(rollout: Rollout) -> bool:
+def is_claimable(rollout: Rollout) -> bool:
+    """Whether a worker that asks would get it."""
     if rollout.status is RolloutStatus.QUEUED:
         return True
     return rollout.lease_until_ns is not None and rollout.lease_until_ns < time.time_ns()

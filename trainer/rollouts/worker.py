@@ -11,10 +11,13 @@ happens here, after the rollout has ended.
 * Time in which the worker waits for the gateway or its engine counts in no rollout's timeout.
 * A failed or overdue attempt is requeued while attempts are left; half a rollout is
   never marked as succeeded.
-* A reward function that raises gives no reward, not 0; it is counted. One that gives several has them all
-  stored by name; names that differ from those that count are told, once.
-* After a failure the worker waits for the engine before it claims more; an engine that came
-  back with other weights gets no rollouts.
+* A reward function that raises gives no reward, not 0; the rollout says why. One that gives several has them
+  all stored by name; names that differ from those that count are told, once.
+* A claim is made under the version that the engine serves then: it may change while the worker runs. After a
+  failure the worker waits for the engine before it claims more; an engine that came back with older weights
+  gets no rollouts.
+* A rollout that was given up or lost its lease is no longer counted: another one takes its place. Its agent
+  can't be stopped without its neighbours, so it goes on until it ends or is overdue.
 * A crash of the agent's process costs an attempt only where it is known whose fault it was.
 """
 
@@ -23,13 +26,13 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 
-from spangrad.errors import LeaseLostError
+from spangrad.errors import LeaseLostError, PublishError
 from spangrad.store import open_store
 from spangrad.store.base import Store
 from spangrad.store.records import Reward, Rollout, RolloutStatus
@@ -60,11 +63,15 @@ class WorkerReport:
     lost_leases: int = 0
     reward_errors: int = 0
     engine_changed: bool = False
-    """The engine serves another version than the rollouts are for: it was restarted."""
+    """The engine serves no version, or an older one than when the worker was sent: it was restarted."""
     first_error: str | None = None
     """Text of the first failure or reward error, for the person who looks."""
     other_names: str | None = None
     """How names of the function's rewards differ from those that count; None: they don't, or it was said."""
+
+
+REWARD_ERROR = "RewardError"
+"""`error_type` of a rollout that succeeded and whose reward could not be given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,11 @@ class _Attempt:
     gateway: GatewayState | None
     """State of the gateway when it began."""
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """What tells it from others."""
+        return self.rollout.rollout_id, self.rollout.attempt
+
 
 class RolloutWorker:
     """Runs queued rollouts until none is left to claim; keeps the agent's process for the next time.
@@ -88,6 +100,8 @@ class RolloutWorker:
         """Hold nothing yet."""
         self._name = f"worker-{os.getpid()}"
         self._host: AgentProcess | None = None
+        self._abandoned: dict[tuple[str, int], _Attempt] = {}
+        """No longer this worker's, and still running in the agent's process."""
         self._told = set[str]()
         """What was said of names of rewards; it is said once, not every update."""
 
@@ -105,6 +119,11 @@ class RolloutWorker:
         )
         self._running: dict[str, _Attempt] = {}
         self._ended: dict[str, tuple[_Attempt, dict[str, Any]]] = {}
+        self._lost = set[tuple[str, int]]()
+        """What the heartbeat found to be no longer this worker's."""
+        self._is_more_queued = True
+        """Whether the last claim got all that it asked for."""
+        self._version = config.policy_version
         self._report = WorkerReport()
         self._suspects = 0
         self._gateway_retries: Counter[str] = Counter()
@@ -117,8 +136,8 @@ class RolloutWorker:
         beating.start()
         try:
             while True:
-                if not self._report.engine_changed:
-                    self._claim()
+                self._drop_lost()
+                self._claim()
                 if not self._running and not self._ended:
                     return self._report
                 self._collect()
@@ -134,12 +153,13 @@ class RolloutWorker:
         if self._host is not None:
             self._host.stop()
             self._host = None
+            self._abandoned.clear()
 
     def _claim(self) -> None:
         # After a crash with several rollouts running, each runs alone until the guilty one is known.
         most = 1 if self._suspects else self._config.concurrency
         free = most - len(self._running)
-        if free <= 0:
+        if free <= 0 or not self._sees_weights():
             return
         claimed = self._store.claim(
             worker=self._name,
@@ -147,8 +167,9 @@ class RolloutWorker:
             lease_s=LEASE_S,
             run_id=self._config.run_id,
             split=self._config.split,
-            policy_version=self._config.policy_version,
+            policy_version=self._version,
         )
+        self._is_more_queued = len(claimed) == free
         for rollout in claimed:
             until = time.monotonic() + self._config.timeout_s
             self._running[rollout.rollout_id] = _Attempt(rollout, until, self._gateway)
@@ -162,6 +183,35 @@ class RolloutWorker:
                     }
                 }
             )
+
+    def _sees_weights(self) -> bool:
+        """Whether the engine serves what rollouts may begin with; what it serves is `_version` then."""
+        config = self._config
+        if config.engine_url is None:
+            self._version = config.policy_version
+            return True
+        if self._report.engine_changed:
+            return False
+        began = time.monotonic()
+        try:
+            self._version = served_version(config.engine_url)
+        except PublishError as error:
+            logger.warning("%s: %s", self._name, error)
+            self._wait_for_engine(began)
+            return False
+        oldest = config.policy_version or 0
+        self._report.engine_changed = self._version is None or self._version < oldest
+        return not self._report.engine_changed
+
+    def _drop_lost(self) -> None:
+        """Count no longer what somebody else has by now."""
+        for key in list(self._lost):
+            self._lost.discard(key)
+            attempt = self._running.get(key[0])
+            if attempt is not None and attempt.key == key:
+                self._abandoned[key] = self._running.pop(key[0])
+                self._report.lost_leases += 1
+                logger.warning("%s: %s, attempt %d, is no longer this worker's", self._name, *key)
 
     def _agent_host(self) -> AgentProcess:
         if self._host is not None and self._host.identity != self._config.host_identity:
@@ -178,17 +228,19 @@ class RolloutWorker:
             if reply is None:
                 return
             if "exit" in reply:
-                self.stop()
                 self._agent_died(reply["exit"])
                 return
             rollout_id = reply.get("done") or reply.get("failed")
             if rollout_id is None:
                 continue
+            self._abandoned.pop((rollout_id, reply["attempt"]), None)
             running = self._running.get(rollout_id)
             if running is not None and running.rollout.attempt == reply["attempt"]:
                 self._ended[rollout_id] = (running, reply)  # before the pop: the heartbeat must see it
                 del self._running[rollout_id]
                 self._suspects = max(0, self._suspects - 1)
+                if self._is_more_queued:
+                    self._claim()
 
     def _finish_ended(self) -> None:
         if not self._ended or not self._flush():
@@ -232,12 +284,14 @@ class RolloutWorker:
 
     def _finish(self, rollout: Rollout, output: Any) -> None:
         rewards: list[Reward] = []
+        failure: str | None = None
         if self._reward is not None:
             try:
                 rewards = rewards_given(self._reward, rollout, output)
             except (Exception, SystemExit) as error:  # the reward is missing, not 0
+                failure = f"{type(error).__name__}: {error}"
                 self._report.reward_errors += 1
-                self._remember(f"reward of {rollout.rollout_id}: {type(error).__name__}: {error}")
+                self._remember(f"reward of {rollout.rollout_id}: {failure}")
         other_names = other_names_told(rewards, self._config.reward_names)
         if other_names is not None and other_names not in self._told:
             self._told.add(other_names)
@@ -245,7 +299,13 @@ class RolloutWorker:
         try:
             if rewards:
                 self._store.put_rewards(rewards)
-            self._store.finish(rollout.rollout_id, rollout.attempt, output=output)
+            self._store.finish(
+                rollout.rollout_id,
+                rollout.attempt,
+                output=output,
+                error_type=None if failure is None else REWARD_ERROR,
+                error=failure,
+            )
             self._report.finished += 1
         except LeaseLostError:
             self._report.lost_leases += 1
@@ -275,24 +335,25 @@ class RolloutWorker:
         self._fail(rollout, "GatewayRestartedError", text, free=count <= FREE_GATEWAY_RETRIES)
 
     def _stop_overdue(self) -> None:
-        if not self._overdue():
+        if not self._overdue(self._running) and not self._overdue(self._abandoned):
             return
         self._collect(0.0)  # what ended while the worker was busy is not overdue
-        overdue = self._overdue()
-        if not overdue:
+        overdue = self._overdue(self._running)
+        if not overdue and not self._overdue(self._abandoned):
             return
         self._report.timed_out += len(overdue)
         self.stop()  # a thread can't be stopped, its process can
         text = f"over {self._config.timeout_s:.0f} s; the agent's process was restarted"
         self._give_back("TimeoutError", text, guilty=overdue)
 
-    def _overdue(self) -> set[str]:
+    def _overdue(self, attempts: Mapping[Any, _Attempt]) -> set[str]:
         now = time.monotonic()
-        return {rollout_id for rollout_id, attempt in self._running.items() if attempt.until < now}
+        return {attempt.rollout.rollout_id for attempt in attempts.values() if attempt.until < now}
 
     def _agent_died(self, text: str) -> None:
         """Give its rollouts back; only one that ran alone is known to be the reason."""
-        alone = set(self._running) if len(self._running) == 1 else set()
+        alone = set(self._running) if len(self._running) + len(self._abandoned) == 1 else set()
+        self.stop()
         self._suspects = max(self._suspects, 0 if alone else len(self._running))
         self._give_back("AgentProcessError", text, guilty=alone)
 
@@ -312,8 +373,7 @@ class RolloutWorker:
         if not config.has_gateway:
             return
         self._wait_for_engine(time.monotonic())
-        if config.engine_url is not None and served_version(config.engine_url) != config.policy_version:
-            self._report.engine_changed = True
+        self._sees_weights()
 
     def _wait_for_engine(self, since: float) -> None:
         config = self._config
@@ -329,7 +389,8 @@ class RolloutWorker:
             if not held:
                 continue
             try:
-                self._store.heartbeat(held, worker=self._name, lease_s=LEASE_S)
+                lost = self._store.heartbeat(held, worker=self._name, lease_s=LEASE_S)
+                self._lost.update(key for key in held if key[0] in lost)
             except Exception as error:  # a missed beat only risks the lease
                 logger.warning("%s: heartbeat failed: %s", self._name, error)
 
