@@ -35,7 +35,10 @@ class Ground:
 
     def config(self, run_id: str, **changes: object) -> Path:
         """Write the TOML file of a run."""
-        defaults = {"updates": 3, "function": "run", "reward": "reward", "max_attempts": 3, "refills": 3}
+        defaults = {
+            **{"updates": 3, "function": "run", "reward": "reward", "max_attempts": 3},
+            **{"refills": 3, "max_staleness": 1},
+        }
         values = {**defaults, **changes}
         file = self.folder / f"{run_id}.toml"
         file.write_text(
@@ -62,6 +65,7 @@ class Ground:
             groups_per_update = 2
             group_size = 4
             refills = {values["refills"]}
+            max_staleness = {values["max_staleness"]}
             [credit]
             step = "gigpo"
             [learner]

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def finished_run(ground):
-    """A run of three updates, started from the command line."""
-    code, out, err = end(ground.start(ground.config("finished", updates=3)))
+    """A synchronous run of three updates, started from the command line."""
+    code, out, err = end(ground.start(ground.config("finished", updates=3, max_staleness=0)))
     assert code == 0, err
     return out
 
@@ -108,7 +108,7 @@ def test_transitions_with_the_runs_config_are_what_was_trained(ground, finished_
 
 def test_a_finished_run_is_not_run_again(ground, finished_run):
     before = ground.store.query("SELECT count(*) AS n FROM rollouts")
-    code, out, _ = end(ground.start(ground.config("finished", updates=3)))
+    code, out, _ = end(ground.start(ground.config("finished", updates=3, max_staleness=0)))
     assert code == 0 and "3 updates" in out
     assert ground.store.query("SELECT count(*) AS n FROM rollouts") == before
 
@@ -148,6 +148,12 @@ def test_a_killed_trainer_continues_and_trains_nothing_twice_or_never(ground):
             assert rollout.status is RolloutStatus.SUCCEEDED
         calls = Counter(sample.call_id for sample in update.samples)
         assert set(calls.values()) == {1}
+    # Rollouts ran ahead, and however it was killed, no trained token is older than allowed.
+    assert {sample.staleness for update in done for sample in update.samples} <= {0, 1}
+    ahead = {sample.policy_version for sample in done[-1].samples}
+    assert updates - 2 in ahead, (
+        "the last update learned nothing that had begun before its weights were there"
+    )
     assert served_version(ground.engine.url) == updates
 
 
@@ -158,7 +164,7 @@ from spangrad.trainer.config import load_config
 from spangrad.trainer.loop import Run
 
 with Run(load_config(Path(sys.argv[1]))) as run:
-    run.store.put_calls = lambda rows, **_: os._exit(9)
+    run.store.commit_update = lambda update: os._exit(9)
     run.learn(*run.collect())
 """
 
@@ -182,7 +188,8 @@ def test_a_trainer_that_died_between_checkpoint_and_commit_commits_when_it_comes
 
 
 def test_a_batch_that_says_nothing_is_one_clear_line_and_nothing_is_consumed(ground):
-    hopeless = ground.config("hopeless", function="run_on", reward="equal_reward", refills=1)
+    changes = {"function": "run_on", "reward": "equal_reward", "refills": 1, "max_staleness": 0}
+    hopeless = ground.config("hopeless", **changes)
     code, _, err = end(ground.start(hopeless))
     assert code == 1
     assert err.count("trying other tasks, refill 1 of 1") == 1 and "refill 2" not in err
@@ -196,7 +203,8 @@ def test_a_batch_that_says_nothing_is_one_clear_line_and_nothing_is_consumed(gro
 
 def test_a_run_that_has_nothing_left_to_learn_ends_well(ground, tmp_path, monkeypatch):
     monkeypatch.setenv("GRADED_FILE", str(tmp_path / "graded"))
-    learned = ground.config("learned", updates=3, reward="soon_equal_reward", refills=0)
+    changes = {"updates": 3, "reward": "soon_equal_reward", "refills": 0, "max_staleness": 0}
+    learned = ground.config("learned", **changes)
     code, out, err = end(ground.start(learned))
     assert code == 0, err
     assert (
