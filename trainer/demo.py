@@ -10,6 +10,7 @@ expert, the policy's shape and the training run. Nothing here knows the example.
 import copy
 import dataclasses
 import json
+import math
 import shlex
 import time
 import tomllib
@@ -204,7 +205,7 @@ def _close_the_loop(
     version = report.policy_version
     after = measure("after", version, 0.0)
     after_sampled = measure("after", version, config.rollout.temperature)
-    gaps = [metrics["gap/mean"] for metrics in report.history if "gap/mean" in metrics]
+    gaps = [gap for metrics in report.history if not math.isnan(gap := metrics.get("gap/mean", math.nan))]
     return DemoResult(
         examples=_examples(store, config, version),
         before=before,
@@ -217,7 +218,7 @@ def _close_the_loop(
         report="",
         warm_start=None,  # type: ignore[arg-type]
         history=report.history,
-        gap_mean=sum(gaps) / len(gaps) if gaps else float("nan"),
+        gap_mean=sum(gaps) / len(gaps) if gaps else math.nan,
     )
 
 

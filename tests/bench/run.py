@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tests.bench import capture_benches as capture
+from tests.bench.ahead_benches import bench_ahead
 from tests.bench.benches import BENCHES
 from tests.bench.estimator_benches import bench_estimators
 from tests.bench.figures import Figure, show_figures
@@ -43,6 +44,7 @@ def main() -> None:
         "growth": bench_growth,
         "floor": bench_floor,
         "queue": bench_queue,
+        "ahead": bench_ahead,
         "dense": bench_dense,
         "estimators": bench_estimators,
         "trees": partial(bench_trees, options.agl_03, options.agl_verl),
@@ -78,6 +80,7 @@ FIGURES = (
     "growth",
     "floor",
     "queue",
+    "ahead",
     "dense",
     "estimators",
     "trees",

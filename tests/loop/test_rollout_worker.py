@@ -24,6 +24,7 @@ from spangrad.trainer.rollouts.agent_process import WorkerConfig
 from spangrad.trainer.rollouts.worker import FREE_GATEWAY_RETRIES, RolloutWorker
 from spangrad.trainer.up import Stack, UpConfig
 from tests.gateway.stub_engine import stub_engine
+from tests.trainer.stub_weights import stub_weights
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -39,8 +40,19 @@ def hub(tmp_path_factory):
         yield stack
 
 
-def work(hub, tmp_path, tasks, *, function="run", reward="reward", timeout_s=60.0, file=None, gateway=None):
-    """Run tasks once; returns their rollouts and rewards by task name."""
+def work(
+    hub,
+    tmp_path,
+    tasks,
+    *,
+    function="run",
+    reward="reward",
+    timeout_s=60.0,
+    file=None,
+    gateway=None,
+    **settings,
+):
+    """Run tasks once; returns their rollouts and rewards by task name. `settings` are of the worker."""
     run_id = tmp_path.name
     store = open_store(hub.hub_url, hub.keys.trainer)
     rollouts = [
@@ -53,18 +65,19 @@ def work(hub, tmp_path, tasks, *, function="run", reward="reward", timeout_s=60.
         evaluator_key=hub.keys.evaluator,
         agent_key=hub.keys.agent,
         gateway_url=gateway or "http://127.0.0.1:9",
-        engine_url=None,
+        engine_url=settings.get("engine_url"),
         model="none",
         function=f"{file or HERE / 'odd_agents.py'}:{function}",
         reward=f"{HERE / 'odd_agents.py'}:{reward}",
         base_dir=str(HERE),
         run_id=run_id,
         split="train",
-        concurrency=4,
+        concurrency=settings.get("concurrency", 4),
         timeout_s=timeout_s,
         temperature=1.0,
         log=str(tmp_path / "agent.log"),
         has_gateway=gateway is not None,
+        policy_version=settings.get("policy_version"),
     )
     worker = RolloutWorker()
     try:
@@ -112,6 +125,8 @@ def test_a_reward_that_is_no_number_is_missing_not_an_end_of_the_run(hub, tmp_pa
     assert {rollout.status for rollout in found.values()} == {RolloutStatus.SUCCEEDED}
     assert rewards == {"number": 0.5, "object": 1.0}
     assert report.reward_errors == 2
+    failures = {name: rollout.failure for name, rollout in found.items() if rollout.failure}
+    assert failures.keys() == {"text", "list"} and all("RewardError: " in text for text in failures.values())
 
 
 def test_a_rollout_that_ends_while_a_slow_grader_works_is_not_overdue(hub, tmp_path):
@@ -128,6 +143,53 @@ def test_a_rollout_that_ends_while_a_slow_grader_works_is_not_overdue(hub, tmp_p
 def test_a_grader_that_exits_gives_no_reward(hub, tmp_path):
     found, rewards, report = work(hub, tmp_path, {"a": {"what": "a"}}, reward="exiting_reward")
     assert found["a"].status is RolloutStatus.SUCCEEDED and rewards == {} and report.reward_errors == 1
+
+
+def is_running(hub, tmp_path):
+    store = open_store(hub.hub_url, hub.keys.trainer)
+    found = store.rollouts(run_id=tmp_path.name, status=RolloutStatus.RUNNING)
+    store.close()
+    return bool(found)
+
+
+def test_a_rollout_that_was_given_up_frees_its_place(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr("spangrad.trainer.rollouts.worker.LEASE_S", 1.5)
+    tasks = {"a": {"what": "hang"}, "b": {"what": "good"}}
+    with ThreadPoolExecutor(1) as thread:
+        working = thread.submit(work, hub, tmp_path, tasks, concurrency=1)
+        wait_until(lambda: is_running(hub, tmp_path))
+        store = open_store(hub.hub_url, hub.keys.trainer)
+        assert store.give_up([f"{tmp_path.name}-a"], error_type="StragglerError", error="late") == 1
+        store.close()
+        found, rewards, report = working.result()
+    assert (found["a"].status, found["a"].attempt) == (RolloutStatus.FAILED, 0)
+    assert (found["b"].status, rewards) == (RolloutStatus.SUCCEEDED, {"b": 1.0})
+    assert (report.lost_leases, report.timed_out, report.failed_attempts) == (1, 0, 0)
+
+
+def test_a_claim_is_made_under_the_version_that_is_served_then(hub, tmp_path):
+    marker = tmp_path / "marker"
+    tasks = {"a": {"what": "wait for grader", "marker": str(marker)}, "b": {"what": "good"}}
+    with stub_weights() as engine, ThreadPoolExecutor(1) as thread:
+        engine.version = "3"
+        settings = {"engine_url": engine.url, "policy_version": 2, "concurrency": 1}
+        working = thread.submit(work, hub, tmp_path, tasks, **settings)
+        wait_until(lambda: is_running(hub, tmp_path))
+        engine.version = "4"
+        marker.touch()
+        found, _, report = working.result()
+    assert (found["a"].policy_version, found["b"].policy_version) == (3, 4)
+    assert not report.engine_changed
+
+
+@pytest.mark.parametrize("version", ["1", "default"])
+def test_nothing_is_claimed_while_older_weights_are_served(hub, tmp_path, version):
+    with stub_weights() as engine:
+        engine.version = version
+        settings = {"engine_url": engine.url, "policy_version": 2}
+        found, _, report = work(hub, tmp_path, {"a": {"what": "good"}}, **settings)
+    assert (found["a"].status, found["a"].attempt) == (RolloutStatus.QUEUED, 0)
+    assert report.engine_changed
 
 
 def test_an_agent_that_cant_be_started_costs_no_attempt(hub, tmp_path):
