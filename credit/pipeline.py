@@ -10,7 +10,7 @@ Invariants:
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 from spangrad.adapters.call_tree import CallTree, build_tree, in_order
 from spangrad.adapters.calls import calls_of
@@ -24,6 +24,7 @@ from spangrad.credit.forks import parents_of
 from spangrad.credit.history import baselines_of
 from spangrad.credit.observations import observation_rows
 from spangrad.credit.pairs import Preferred
+from spangrad.credit.reads import RewardsNoted
 from spangrad.credit.rendered import REWRITTEN, Render, count_rewritten, rendered, with_unknown_tools
 from spangrad.credit.rewards import DEFAULT_AUTHORS, RolloutRewards, by_rollout, rewards_of, with_names
 from spangrad.credit.scoring import BY_REWARD, scorer, tell_unscored
@@ -40,7 +41,7 @@ from spangrad.credit.transitions import (
 from spangrad.credit.types import Trajectory
 from spangrad.errors import ConfigError
 from spangrad.store.base import Store
-from spangrad.store.records import Rollout, RolloutStatus, UpdateSample
+from spangrad.store.records import Reward, Rollout, RolloutStatus, UpdateSample
 
 Target = Literal["actions", "observations"]
 OBSERVED_ONLY: Final = "what it was answered is trained, not what it sampled"
@@ -59,7 +60,9 @@ class CreditedBatch:
     samples: Sequence[UpdateSample]
     """One per trained call: the line from the update back to the span."""
     calls: Sequence[ModelCall] = ()
-    """Every call that was read, trained or not."""
+    """Every call that was read, trained or not, those of rollouts that did not succeed too."""
+    rewards: Sequence[Reward] = ()
+    """Every reward that was read, whether it counted or not; a running baseline reads earlier ones, too."""
     notes: Mapping[str, int] = field(default_factory=dict)
     """What rendering altered without harm to the reply: kind -> calls."""
     sampled_tokens: int = 0
@@ -116,9 +119,12 @@ def credited_rows(
         raise ConfigError("preferences are made of returns, not of advantages; leave the estimators out")
     if config is not None and target == "observations":
         raise ConfigError("nobody is credited for what the environment answered; leave the estimators out")
+    noted = RewardsNoted(store)
+    store = cast(Store, noted)
     refused: list[Refused] = []
     ended, calls_by_rollout = ended_with_calls(store, rollouts, refused)
-    refused = _with_tokens_of_failed(store, refused)
+    lost = _calls_of_failed(store, refused)
+    refused = _with_tokens(refused, lost)
     sampled = {call.call_id: _sampled_tokens(call) for calls in calls_by_rollout.values() for call in calls}
     if policy_version is not None and max_staleness is not None:
         ended = [
@@ -163,7 +169,7 @@ def credited_rows(
         refused += preferred.refused
         diagnostics = {**diagnostics, **preferred.diagnostics}
     rows = weigh(rows, aggregation, constant=constant) if rows else []
-    read = [call for calls in calls_by_rollout.values() for call in calls]
+    read = [call for calls in (lost, *calls_by_rollout.values()) for call in calls]
     total = shown + sum(sampled.values()) + sum(one.sampled_tokens for one in refused if one.call_id is None)
     refused = [
         replace(one, sampled_tokens=one.sampled_tokens or sampled.get(one.call_id or "", 0))
@@ -171,7 +177,9 @@ def credited_rows(
     ]
     trained = sum(int(row.action_mask.sum()) for row in rows)
     check_books(total, trained, dropped_tokens(refused), where=f"{len(rollouts)} rollouts")
-    return CreditedBatch(rows, refused, diagnostics, samples_of(rows, policy_version), read, +notes, total)
+    samples = samples_of(rows, policy_version)
+    rewards = list(noted.given.values())
+    return CreditedBatch(rows, refused, diagnostics, samples, read, rewards, +notes, total)
 
 
 def ended_with_calls(
@@ -273,11 +281,15 @@ def _is_stale(
     return bool(wrong)
 
 
-def _with_tokens_of_failed(store: Store, refused: Sequence[Refused]) -> list[Refused]:
-    """Rollouts that did not succeed, with the tokens that were sampled in them for nothing."""
+def _calls_of_failed(store: Store, refused: Sequence[Refused]) -> list[ModelCall]:
     ids = [one.rollout_id for one in refused if one.rollout_id is not None]
+    return calls_of(store, ids) if ids else []
+
+
+def _with_tokens(refused: Sequence[Refused], calls: Sequence[ModelCall]) -> list[Refused]:
+    """Rollouts that did not succeed, with the tokens that were sampled in them for nothing."""
     lost: Counter[str | None] = Counter()
-    for call in calls_of(store, ids) if ids else ():
+    for call in calls:
         lost[call.rollout_id] += _sampled_tokens(call)
     return [replace(one, sampled_tokens=lost[one.rollout_id]) for one in refused]
 

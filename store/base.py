@@ -216,8 +216,8 @@ class Store(Protocol):
         """The update with the highest index of a run."""
         ...
 
-    def updates(self, run_id: str | None = None) -> list[Update]:
-        """All updates, in order."""
+    def updates(self, run_id: str | None = None, *, update_index: int | None = None) -> list[Update]:
+        """Updates that match every given filter, in order."""
         ...
 
     def put_policy(self, policy: Policy) -> None:

@@ -239,9 +239,12 @@ class HubClient:
         found = self._call("last_update", {"run_id": run_id})
         return None if found is None else record_from_wire(Update, found)
 
-    def updates(self, run_id: str | None = None) -> list[Update]:
-        """All updates, in order."""
-        return records_from_wire(Update, self._call("updates", {"run_id": run_id}))
+    def updates(self, run_id: str | None = None, *, update_index: int | None = None) -> list[Update]:
+        """Updates that match every given filter, in order."""
+        arguments: dict[str, Any] = {"run_id": run_id}
+        if update_index is not None:
+            arguments["update_index"] = update_index
+        return records_from_wire(Update, self._call("updates", arguments))
 
     def put_policy(self, policy: Policy) -> None:
         """Record a published version."""

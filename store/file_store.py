@@ -371,10 +371,10 @@ class FileStore:
             found = ledger.select_updates(con, run_id, only_last=True)
         return found[0] if found else None
 
-    def updates(self, run_id: str | None = None) -> list[Update]:
-        """All updates, in order."""
+    def updates(self, run_id: str | None = None, *, update_index: int | None = None) -> list[Update]:
+        """Updates that match every given filter, in order."""
         with self._database.snapshot() as con:
-            return ledger.select_updates(con, run_id)
+            return ledger.select_updates(con, run_id, update_index=update_index)
 
     def put_policy(self, policy: Policy) -> None:
         """Record a published version."""

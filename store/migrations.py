@@ -125,6 +125,20 @@ def m012_users(con: duckdb.DuckDBPyConnection) -> None:
     )
 
 
+def m013_lineage(con: duckdb.DuckDBPyConnection) -> None:
+    """What an update is replayed from; loss weights; the view `lineage` anew, with them."""
+    for column in (
+        "updates ADD COLUMN IF NOT EXISTS config JSON",
+        "updates ADD COLUMN IF NOT EXISTS parent VARCHAR",
+        "update_samples ADD COLUMN IF NOT EXISTS loss_weight DOUBLE",
+    ):
+        con.execute(f"ALTER TABLE {column}")
+    con.execute(
+        "CREATE TABLE IF NOT EXISTS update_reads (run_id VARCHAR NOT NULL, update_index INTEGER NOT NULL, "
+        "rollout_id VARCHAR NOT NULL, call_id VARCHAR, reward_id VARCHAR)"
+    )
+
+
 MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m001_initial,
     m002_place_of_calls,
@@ -138,6 +152,7 @@ MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m010_tools,
     m011_archived_owners,
     m012_users,
+    m013_lineage,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

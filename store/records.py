@@ -238,6 +238,8 @@ class Reward:
     trace_id: str | None = None
     """The trace that it was given for. Where the rollout has several with calls, the store keeps it at the
     last call of this one; alone, it is the rollout's."""
+    reward_id: str | None = field(default=None, compare=False)
+    """Filled in by the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +256,17 @@ class UpdateSample:
     policy_version: int | None
     """Version that sampled it."""
     staleness: int | None
+    loss_weight: float | None = None
+    """Of each of its trained tokens in the loss, after corrections; None: an older spangrad kept none."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRead:
+    """One call or one reward that an update was made of, whether it trained anything or not."""
+
+    rollout_id: str
+    call_id: str | None = None
+    reward_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +285,12 @@ class Update:
     checkpoint: str
     """Folder of the checkpoint that holds the state after this update."""
     time_ns: int = 0
+    config: Mapping[str, Any] | None = None
+    """Config of the run as it was, without the values of `agent.env`; None: an older spangrad kept none."""
+    parent: str | None = None
+    """Folder with the state before this update: a checkpoint, or the model that the run started from."""
+    reads: Sequence[UpdateRead] = ()
+    """Every call and every reward that it was made of: what came later is not among them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -307,6 +307,10 @@ UPDATES = Table(
         Column("rollout_ids", "VARCHAR[]", "everything consumed: trained, filtered or dropped"),
         Column("checkpoint", "VARCHAR", "folder with the state after the update"),
         Column("time_ns", "BIGINT", "Unix time, ns"),
+        Column("config", "JSON", "the run's config as it was; no values of agent.env", True),
+        Column(
+            "parent", "VARCHAR", "folder with the state before the update: a checkpoint, or the model", True
+        ),
     ),
     key=("run_id", "update_index"),
 )
@@ -324,6 +328,21 @@ UPDATE_SAMPLES = Table(
         Column("trained_tokens", "BIGINT", "tokens with a loss"),
         Column("policy_version", "INTEGER", "version that sampled it", True),
         Column("staleness", "INTEGER", "in updates", True),
+        Column(
+            "loss_weight", "DOUBLE", "of each of its trained tokens; a mean if they are in several rows", True
+        ),
+    ),
+)
+
+UPDATE_READS = Table(
+    "update_reads",
+    "Lineage: what an update was made of, trained or not. One row a model call or reward that credit read.",
+    (
+        Column("run_id", "VARCHAR", "training run"),
+        Column("update_index", "INTEGER", "update"),
+        Column("rollout_id", "VARCHAR", "rollout"),
+        Column("call_id", "VARCHAR", "the call", True),
+        Column("reward_id", "VARCHAR", "the reward", True),
     ),
 )
 
@@ -391,6 +410,7 @@ TABLES = (
     POLICIES,
     UPDATES,
     UPDATE_SAMPLES,
+    UPDATE_READS,
     METRICS,
     ARCHIVES,
     ARCHIVED_TRACES,

@@ -68,11 +68,12 @@ TOOL_ERRORS = View(
 
 LINEAGE = View(
     "lineage",
-    "What each update trained on, down to the span: advantage, tokens, the version that sampled it.",
+    "What each update trained on, down to the span: advantage, loss weight, tokens, version that sampled it.",
     """
     SELECT u.run_id, u.update_index, u.policy_version AS trained_version, x.rollout_id, x.attempt, x.call_id,
-      c.trace_id, c.span_id, c.step_name, x.advantage, x.trained_tokens, x.policy_version AS sampled_version,
-      x.staleness, u.checkpoint, TRY(make_timestamp_ns(u.time_ns)) AS committed
+      c.trace_id, c.span_id, c.step_name, x.advantage, x.loss_weight, x.trained_tokens,
+      x.policy_version AS sampled_version, x.staleness, u.checkpoint,
+      TRY(make_timestamp_ns(u.time_ns)) AS committed
     FROM update_samples x JOIN updates u USING (run_id, update_index) LEFT JOIN calls c USING (call_id)
     """,
 )

@@ -32,10 +32,11 @@ from spangrad.store.records import (
     Span,
     UnreadTrace,
     Update,
+    UpdateRead,
     UpdateSample,
 )
 
-Record = TypeVar("Record", Rollout, Ending, Reward, Update, Policy, UpdateSample, UnreadTrace)
+Record = TypeVar("Record", Rollout, Ending, Reward, Update, Policy, UpdateSample, UpdateRead, UnreadTrace)
 
 SPANS_TYPE: Final = "application/x-spangrad-spans"
 LOGS_TYPE: Final = "application/x-spangrad-logs"
@@ -96,10 +97,15 @@ def _samples(data: Any) -> list[UpdateSample]:
     return records_from_wire(UpdateSample, data)
 
 
+def _reads(data: Any) -> list[UpdateRead]:
+    return records_from_wire(UpdateRead, data)
+
+
 _CONVERT: Final[Mapping[str, Callable[[Any], Any]]] = {
     "status": status_from_wire,
     "author": RewardAuthor,
     "samples": _samples,
+    "reads": _reads,
 }
 
 

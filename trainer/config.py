@@ -268,6 +268,24 @@ class TrainConfig:
         return self.learner.critic or (CriticConfig() if self.credit.needs_values else None)
 
     @property
+    def start_model(self) -> Path:
+        """Folder of the model that the run starts from.
+
+        Raises:
+            ConfigError: None is named.
+        """
+        model = self.learner.model_path or self.serving.model
+        if not model:
+            raise ConfigError("serving.model is empty; name the folder of the model that the run starts from")
+        return resolve(model, self.base_dir)
+
+    def learner_from(self, model: Path) -> LearnerConfig:
+        """The learner of this run, which starts from this model's folder."""
+        return dataclasses.replace(
+            self.learner, model_path=str(model), seed=self.run.seed, critic=self.critic
+        )
+
+    @property
     def folder(self) -> Path:
         """Where this run keeps its state."""
         return resolve(self.run.folder, self.base_dir) / self.run.id

@@ -21,7 +21,7 @@ from spangrad.store.records import Rollout, UpdateSample
 from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.learning.rendering import ChatTokenizer, with_rendered_ids
-from spangrad.trainer.learning.selection import CallKey
+from spangrad.trainer.learning.selection import CallKey, TrainedCall
 from spangrad.trainer.learning.vocabulary import check_size
 from spangrad.trainer.row_settings import row_settings
 from spangrad.trainer.serving.weight_files import check_model_folder
@@ -94,9 +94,11 @@ class Crediting:
         return tokenizer
 
 
-def as_trained(samples: Sequence[UpdateSample], trained: Mapping[CallKey, int]) -> list[UpdateSample]:
-    """Samples with the tokens that the learner trained of each: those that it left out are in its books."""
+def as_trained(samples: Sequence[UpdateSample], trained: Mapping[CallKey, TrainedCall]) -> list[UpdateSample]:
+    """Samples with what the learner trained of each: tokens that it left out are in its books."""
+    nothing = TrainedCall(0, 0.0)
+    found = [trained.get((one.rollout_id, one.attempt, one.call_id), nothing) for one in samples]
     return [
-        replace(one, trained_tokens=trained.get((one.rollout_id, one.attempt, one.call_id), 0))
-        for one in samples
+        replace(one, trained_tokens=call.tokens, loss_weight=call.loss_weight)
+        for one, call in zip(samples, found, strict=True)
     ]

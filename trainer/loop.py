@@ -31,17 +31,18 @@ from numpy.typing import NDArray
 
 from spangrad.credit.pipeline import CreditedBatch
 from spangrad.credit.transition import Transition
-from spangrad.errors import ConfigError, ConvergedError, EmptyBatchError, PublishError, StoreError
+from spangrad.errors import ConvergedError, EmptyBatchError, PublishError, StoreError
 from spangrad.store import open_store
 from spangrad.store.base import Store
 from spangrad.store.records import Policy, Rollout, RolloutStatus, Update
 from spangrad.trainer.cluster import call, start_learner, start_ray
-from spangrad.trainer.config import TrainConfig, resolve
+from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.crediting import Crediting, as_trained
 from spangrad.trainer.evaluation import Evaluation, evaluate
 from spangrad.trainer.learning import checkpoint
 from spangrad.trainer.plugins import load_tasks
 from spangrad.trainer.probe import probe_row, scored_whole
+from spangrad.trainer.replaying import made_of
 from spangrad.trainer.resuming import claim_folder, continues, load_keys, repair, update_from_json
 from spangrad.trainer.rollouts.admission import Pace
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
@@ -103,10 +104,7 @@ class Run:
         self.policy_version = 0
         self.folder = config.folder
         self.checkpoints = self.folder / "checkpoints"
-        model = config.learner.model_path or config.serving.model
-        if not model:
-            raise ConfigError("serving.model is empty; name the folder of the model that the run starts from")
-        self._model = resolve(model, config.base_dir)
+        self._model = config.start_model
         self._crediting = Crediting(config, self._model)
         self._reward = load_callable(config.agent.reward, config.base_dir)
         load_tasks(config.agent.tasks, "train", 1, seed=0, base_dir=config.base_dir)
@@ -126,14 +124,7 @@ class Run:
         if (line := continues(self.store, self.config, self.checkpoints)) is not None:
             self._on_note(line)
         start_ray()
-        self.learner = start_learner(
-            dataclasses.replace(
-                self.config.learner,
-                model_path=str(self._model),
-                seed=self.config.run.seed,
-                critic=self.config.critic,
-            )
-        )
+        self.learner = start_learner(self.config.learner_from(self._model))
         self._resume()
         repair(self.store, self.config, self.keys, self._reward)
         self._feeding = ExitStack()
@@ -275,10 +266,11 @@ class Run:
             update_index=self.update_index,
             policy_version=self.policy_version + 1,
             rollout_ids=[rollout.rollout_id for rollout in rollouts],
-            samples=as_trained(batch.samples, call(self.learner.trained_tokens)),
+            samples=as_trained(batch.samples, call(self.learner.trained_calls)),
             metrics=metrics,
             checkpoint="",
             time_ns=time.time_ns(),
+            **made_of(self.config, batch, self._weights),
         )
         self._weights = call(
             self.learner.save,

@@ -17,7 +17,7 @@ from spangrad.errors import ConfigError
 from spangrad.store import open_store
 from spangrad.store.base import Store
 from spangrad.store.keys import Keys
-from spangrad.store.records import Reward, RolloutStatus, Update, UpdateSample
+from spangrad.store.records import Reward, RolloutStatus, Update, UpdateRead, UpdateSample
 from spangrad.trainer.config import TrainConfig, resolve, to_dict
 from spangrad.trainer.learning import checkpoint
 from spangrad.trainer.rollouts.grading import other_names_told, rewards_given
@@ -127,4 +127,7 @@ def repair(store: Store, config: TrainConfig, keys: RunKeys, reward: Callable[..
 
 def update_from_json(raw: dict[str, Any]) -> Update:
     """Undo `dataclasses.asdict` of an update, as checkpoints record it."""
-    return Update(**{**raw, "samples": [UpdateSample(**sample) for sample in raw["samples"]]})
+    samples = [UpdateSample(**sample) for sample in raw["samples"]]
+    return Update(
+        **{**raw, "samples": samples, "reads": [UpdateRead(**read) for read in raw.get("reads", ())]}
+    )

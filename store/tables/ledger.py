@@ -1,8 +1,9 @@
 """The trainer's books: updates with what they consumed, published policies, call summaries.
 
-Knows the tables `updates`, `update_samples`, `metrics`, `policies`, `calls`, `unknown_calls`. Invariants:
+Knows the tables `updates`, `update_samples`, `update_reads`, `metrics`, `policies`, `calls`, `unknown_calls`.
+Invariants:
 
-* an update is there with all its samples, metrics and consumed rollouts, or not at all;
+* an update is there with all its samples, reads, metrics and consumed rollouts, or not at all;
 * indexes of a run count 0, 1, 2, ... without a gap;
 * a rollout is consumed by at most one update.
 """
@@ -15,8 +16,18 @@ from typing import Any
 import duckdb
 
 from spangrad.errors import StoreError
-from spangrad.store.records import Policy, Update, UpdateSample
-from spangrad.store.schema import CALLS, METRICS, POLICIES, UNKNOWN_CALLS, UPDATE_SAMPLES, UPDATES, Table
+from spangrad.store.encoding import decode_json, encode_json
+from spangrad.store.records import Policy, Update, UpdateRead, UpdateSample
+from spangrad.store.schema import (
+    CALLS,
+    METRICS,
+    POLICIES,
+    UNKNOWN_CALLS,
+    UPDATE_READS,
+    UPDATE_SAMPLES,
+    UPDATES,
+    Table,
+)
 from spangrad.store.tables.rows import insert_rows, select_dicts
 from spangrad.store.tables.unread import changed_since
 
@@ -48,9 +59,12 @@ def commit_update(con: duckdb.DuckDBPyConnection, update: Update) -> bool:
         "rollout_ids": list(update.rollout_ids),
         "checkpoint": update.checkpoint,
         "time_ns": update.time_ns or time.time_ns(),
+        "config": None if update.config is None else encode_json(update.config),
+        "parent": update.parent,
     }
     insert_rows(con, UPDATES, [key | row])
     insert_rows(con, UPDATE_SAMPLES, [key | asdict(sample) for sample in update.samples])
+    insert_rows(con, UPDATE_READS, [key | asdict(read) for read in update.reads])
     _insert_metrics(con, update.run_id, update.update_index, update.metrics)
     return True
 
@@ -98,29 +112,40 @@ def _consume(con: duckdb.DuckDBPyConnection, update: Update, label: str) -> None
 
 
 def select_updates(
-    con: duckdb.DuckDBPyConnection, run_id: str | None, *, only_last: bool = False
+    con: duckdb.DuckDBPyConnection,
+    run_id: str | None,
+    *,
+    update_index: int | None = None,
+    only_last: bool = False,
 ) -> list[Update]:
     """Updates by run and index."""
-    where = "" if run_id is None else " WHERE run_id = $run"
+    given = {"run": run_id, "index": update_index}
+    given = {name: value for name, value in given.items() if value is not None}
+    conditions = [{"run": "run_id = $run", "index": "update_index = $index"}[name] for name in given]
     if only_last:
-        where += " AND update_index = (SELECT max(update_index) FROM updates WHERE run_id = $run)"
-    given = {} if run_id is None else {"run": run_id}
+        conditions.append("update_index = (SELECT max(update_index) FROM updates WHERE run_id = $run)")
+    where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
     rows = select_dicts(con, f"SELECT * FROM updates{where} ORDER BY run_id, update_index", given)
     samples: dict[tuple[str, int], list[UpdateSample]] = {}
+    reads: dict[tuple[str, int], list[UpdateRead]] = {}
     metrics: dict[tuple[str, int], dict[str, float]] = {}
     for row in select_dicts(con, f"SELECT * FROM update_samples{where} ORDER BY rowid", given):
         key = (row.pop("run_id"), row.pop("update_index"))
         samples.setdefault(key, []).append(UpdateSample(**row))
+    for row in select_dicts(con, f"SELECT * FROM update_reads{where} ORDER BY rowid", given):
+        key = (row.pop("run_id"), row.pop("update_index"))
+        reads.setdefault(key, []).append(UpdateRead(**row))
     for row in select_dicts(con, f"SELECT * FROM metrics{where} ORDER BY rowid", given):
         metrics.setdefault((row["run_id"], row["update_index"]), {})[row["name"]] = row["value"]
-    return [
-        Update(
-            **row,
-            samples=samples.get((row["run_id"], row["update_index"]), []),
-            metrics=metrics.get((row["run_id"], row["update_index"]), {}),
+    found = []
+    for row in rows:
+        key = (row["run_id"], row["update_index"])
+        config = row.pop("config")
+        update = Update(
+            **row, samples=samples.get(key, []), metrics=metrics.get(key, {}), reads=reads.get(key, [])
         )
-        for row in rows
-    ]
+        found.append(replace(update, config=None if config is None else decode_json(config)))
+    return found
 
 
 def put_policy(con: duckdb.DuckDBPyConnection, policy: Policy) -> None:

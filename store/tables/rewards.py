@@ -143,6 +143,7 @@ def select_rewards(con: duckdb.DuckDBPyConnection, rollout_ids: Sequence[str] | 
             attempt=row["attempt"],
             time_ns=row["time_ns"],
             trace_id=row["trace_id"],
+            reward_id=row["reward_id"],
         )
         for row in rows
     ]

@@ -106,6 +106,20 @@ def test_transitions_with_the_runs_config_are_what_was_trained(ground, finished_
         assert samples[call_id].trained_tokens in ({len(values)} if any(values) else {0, len(values)})
 
 
+def test_the_last_update_is_made_again_from_the_store(ground, finished_run):
+    again = subprocess.run(
+        [
+            *(sys.executable, "-m", "spangrad", "replay", "--update", "2", "--run", "finished"),
+            *("--store", ground.stack.hub_url),
+        ],
+        env={**os.environ, "SPANGRAD_KEY": ground.stack.keys.evaluator},
+        capture_output=True,
+        text=True,
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "update 2 of run 'finished' was made again" in again.stdout
+
+
 def test_a_finished_run_is_not_run_again(ground, finished_run):
     before = ground.store.query("SELECT count(*) AS n FROM rollouts")
     code, out, _ = end(ground.start(ground.config("finished", updates=3, max_staleness=0)))

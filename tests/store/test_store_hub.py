@@ -31,6 +31,7 @@ from spangrad.store.records import (
     Rollout,
     RolloutStatus,
     Update,
+    UpdateRead,
     UpdateSample,
 )
 from spangrad.store.serve import serve
@@ -56,10 +57,13 @@ def test_a_hub_and_a_file_answer_alike(hub: HubProcess, tmp_path: Path) -> None:
         update_index=0,
         policy_version=1,
         rollout_ids=["alike-0"],
-        samples=[UpdateSample("alike-0", "c", 0, -1.5, 3, None, 2)],
+        samples=[UpdateSample("alike-0", "c", 0, -1.5, 3, None, 2, 0.125)],
         metrics={"a/b": float("nan"), "c": 1.0},
         checkpoint="c",
         time_ns=5,
+        config={"learner": {"clip_high": float("inf"), "critic": None}},
+        parent="p",
+        reads=[UpdateRead("alike-0", call_id="c"), UpdateRead("alike-0", reward_id="w")],
     )
     answers: list[list[Any]] = []
     with FileStore(tmp_path / "s.duckdb") as file, HubClient(hub.url) as client:
@@ -87,6 +91,8 @@ def test_a_hub_and_a_file_answer_alike(hub: HubProcess, tmp_path: Path) -> None:
             seen.append([store.commit_update(update), store.commit_update(update)])
             store.put_policy(Policy("alike", 1, "p", time_ns=3))
             seen += [store.policies("alike"), repr(store.updates("alike")), repr(store.last_update("alike"))]
+            seen += [len(store.updates("alike", update_index=index)) for index in (0, 1)]
+            seen.append([reward.reward_id for reward in store.rewards(["alike-0", "alike-1"])])
             seen.append(store.last_update("none"))
             found = store.rollouts(run_id="alike", rollout_ids=["alike-0", "alike-1", "alike-3"], limit=9)
             seen.append([replace(r, started_ns=None, ended_ns=None, lease_until_ns=None) for r in found])

@@ -6,7 +6,7 @@ import pytest
 
 from spangrad.errors import StoreError
 from spangrad.store.file_store import FileStore
-from spangrad.store.records import Policy, Rollout, Update, UpdateSample
+from spangrad.store.records import Policy, Rollout, Update, UpdateRead, UpdateSample
 
 
 @pytest.fixture
@@ -17,7 +17,8 @@ def store(tmp_path: Path) -> Iterator[FileStore]:
 
 
 def update(index: int, rollout_ids: list[str], **changes: Any) -> Update:
-    samples = [UpdateSample(r, f"call-{r}", 0, 0.5, 12, index, None) for r in rollout_ids]
+    samples = [UpdateSample(r, f"call-{r}", 0, 0.5, 12, index, None, 0.25) for r in rollout_ids]
+    reads = [UpdateRead(r, call_id=f"call-{r}") for r in rollout_ids]
     fields: dict[str, Any] = {
         "run_id": "run",
         "update_index": index,
@@ -27,6 +28,9 @@ def update(index: int, rollout_ids: list[str], **changes: Any) -> Update:
         "metrics": {"loss/total": 0.25, "loss/odd": float("inf")},
         "checkpoint": f"ckpt/{index}",
         "time_ns": 7,
+        "config": {"learner": {"clip_high": float("inf"), "critic": None}, "run": {"id": "run"}},
+        "parent": "models/start",
+        "reads": [*reads, UpdateRead("r0", reward_id="w0")],
     }
     return Update(**(fields | changes))
 
@@ -36,6 +40,8 @@ def test_an_update_comes_back_whole_and_marks_its_rollouts(store: FileStore) -> 
     assert store.commit_update(first)
     assert store.commit_update(second)
     assert store.updates("run") == store.updates() == [first, second]
+    assert store.updates("run", update_index=1) == store.updates(update_index=1) == [second]
+    assert store.updates("run", update_index=2) == []
     assert store.last_update("run") == second
     assert store.last_update("other") is None
     assert [r.consumed_by for r in store.rollouts()] == [0, 0, 1, None, None, None]

@@ -261,7 +261,7 @@ def test_samples_tell_the_tokens_that_were_trained(policy: Path, rows: list[Tran
     rules = CorrectionConfig(**CHANGED["token_band"])
     learner = Learner(LearnerConfig(model_path=str(policy), threads=1, correction=rules))
     metrics = learner.update(rows, policy_version=1)
-    samples = as_trained(samples_of(rows, 1), learner.trained_tokens())
+    samples = as_trained(samples_of(rows, 1), learner.trained_calls())
     assert [one.call_id for one in samples] == [row.segments[0].call_id for row in rows]
     trained = sum(one.trained_tokens for one in samples)
     assert trained == metrics["data/trained_tokens"]

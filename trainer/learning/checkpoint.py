@@ -66,7 +66,8 @@ def _number(folder: Path) -> int:
     return int(match.group(1)) if match else -1
 
 
-def _is_complete(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
+    """Whether a folder is a checkpoint with all its files."""
     try:
         state = json.loads((folder / STATE_FILE).read_text())
         sizes = dict(state["files"])
@@ -81,7 +82,7 @@ def complete_checkpoints(root: str | Path) -> list[Path]:
     if not root.is_dir():
         return []
     folders = sorted((path for path in root.iterdir() if _number(path) >= 0), key=_number)
-    return [folder for folder in folders if _is_complete(folder)]
+    return [folder for folder in folders if is_complete(folder)]
 
 
 def latest(root: str | Path) -> Path | None:
@@ -181,7 +182,7 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def _state(folder: Path) -> dict[str, Any]:
-    if not _is_complete(folder):
+    if not is_complete(folder):
         raise StoreError(f"{str(folder)!r} is not a complete checkpoint; take one that `latest` returns")
     state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
     if state.get("format") != FORMAT:

@@ -63,10 +63,11 @@ from spangrad.trainer.learning.preference import Comparison
 from spangrad.trainer.learning.selection import (
     CallKey,
     Selection,
+    TrainedCall,
     check_vocabulary,
     data_metrics,
     select_rows,
-    tokens_of_calls,
+    trained_calls,
 )
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class Learner:
         """Calls of `update` so far, over all resumes."""
         self.optimizer_steps = 0
         """Optimizer steps so far, those of `fit_bc` included."""
-        self._trained: dict[CallKey, int] = {}
+        self._trained: dict[CallKey, TrainedCall] = {}
 
     def update(self, rows: Sequence[Transition], *, policy_version: int | None = None) -> dict[str, float]:
         """Train on rows once; `trainer/README.md` explains the returned metrics.
@@ -140,7 +141,7 @@ class Learner:
         if config.correction.is_on:
             selection = self._corrected(selection, policy_version, totals)
             seconds["correction"] = time.perf_counter() - start
-        self._trained = tokens_of_calls(selection.rows)
+        self._trained = trained_calls(selection.rows)
         is_frozen = False
         if self._critic is not None:
             self._critic.forget()
@@ -179,15 +180,13 @@ class Learner:
         metrics["time/update_s"] = time.perf_counter() - start
         return metrics
 
-    def trained_tokens(self) -> Mapping[CallKey, int]:
-        """Tokens of each call that the last update trained: its `data/trained_tokens`, by call."""
+    def trained_calls(self) -> Mapping[CallKey, TrainedCall]:
+        """What the last update trained, by call: the tokens add up to its `data/trained_tokens`."""
         return self._trained
 
     def _select(self, rows: Sequence[Transition], *, objective: str) -> Selection:
         config = self.config
-        needs_all = max(config.entropy_coef, config.kl_coef, config.log_ratio_coef, config.echo_coef) > 0
-        needs_all |= self._critic is not None
-        selection = select_rows(rows, objective=objective, needs_all_tokens=needs_all)
+        selection = select_rows(rows, objective=objective, needs_all_tokens=config.needs_all_tokens)
         check_vocabulary(selection.rows, size=self._vocabulary, model=config.model_path)
         return selection
 

@@ -216,6 +216,12 @@ class LearnerConfig:
         """Whether the objective compares the current with the behaviour policy."""
         return OBJECTIVES[self.objective].uses_ratio
 
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether rows train something without an advantage other than 0: by another term, or a critic."""
+        coefs = (self.entropy_coef, self.kl_coef, self.log_ratio_coef, self.echo_coef)
+        return max(coefs) > 0 or self.critic is not None
+
     def loss_settings(self) -> dict[str, Any]:
         """The settings of the objective alone, by name; its own clip bounds where none are named."""
         objective = OBJECTIVES[self.objective]

@@ -20,6 +20,15 @@ CallKey = tuple[str, int, str]
 """rollout_id, attempt, call_id."""
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedCall:
+    """What an update trained of one call."""
+
+    tokens: int
+    loss_weight: float
+    """Of each of these tokens; the mean where they are in several rows."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
     """Rows that can train, and how many rows and tokens could not."""
@@ -161,14 +170,17 @@ def check_vocabulary(rows: Sequence[Transition], *, size: int, model: str) -> No
             )
 
 
-def tokens_of_calls(rows: Sequence[Transition]) -> dict[CallKey, int]:
-    """How many tokens of each call the rows train; a call that none of them trains is not in it."""
-    found: Counter[CallKey] = Counter()
+def trained_calls(rows: Sequence[Transition]) -> dict[CallKey, TrainedCall]:
+    """What the rows train of each call; a call that none of them trains is not in it."""
+    tokens: Counter[CallKey] = Counter()
+    weights: dict[CallKey, float] = {}
     for row in rows:
         for segment in row.segments:
+            key = (row.rollout_id, row.attempt, segment.call_id)
             trained = int(row.action_mask[segment.start : segment.stop].sum())
-            found[row.rollout_id, row.attempt, segment.call_id] += trained
-    return dict(+found)
+            tokens[key] += trained
+            weights[key] = weights.get(key, 0.0) + row.loss_weight * trained
+    return {key: TrainedCall(count, weights[key] / count) for key, count in tokens.items() if count}
 
 
 def data_metrics(selection: Selection, *, policy_version: int | None) -> dict[str, float]:
