@@ -18,6 +18,7 @@ from spangrad.commands import (
     crediting,
     exporting,
     keeping,
+    lineage,
     listing,
     questions,
     recording,
@@ -71,6 +72,12 @@ app.command(
 app.add_typer(crediting.app, name="credit", rich_help_panel=LOOK)
 app.command("report", rich_help_panel=LOOK, epilog="Example: spangrad report --store shop.duckdb")(
     questions.report
+)
+app.command("why", rich_help_panel=LOOK, epilog="Example: spangrad why --update 17 --rollout r-17")(
+    lineage.why
+)
+app.command("replay", rich_help_panel=LOOK, epilog="Example: spangrad replay --update 17 --run my-agent")(
+    lineage.replay
 )
 app.command("sql", rich_help_panel=LOOK, epilog='Example: spangrad sql "SELECT * FROM tool_errors"')(
     questions.sql
