@@ -1,7 +1,8 @@
 """Which of the stored rewards count for a rollout, and how they add up.
 
 Rules, in this order:
-* only rewards of an allowed author, for this attempt (or for none in particular);
+* only rewards of an allowed author, for this attempt (or for none in particular), and none that are too large
+  for sums of their squares (`groups.LARGEST`);
 * of one author and name, the last one given wins; one for a trace and one for that trace's last call add up;
 * of several authors of one name, the operator's beats the evaluator's beats the agent's;
 * the outcome is the sum of weight * value over the wanted names; if one of them is
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from spangrad.adapters.model_call import ModelCall
+from spangrad.credit.groups import LARGEST
 from spangrad.credit.transitions import MISSING_REWARD, Refused, acts, trajectory_of
 from spangrad.credit.types import Trajectory
 from spangrad.store.base import Store
@@ -76,6 +78,7 @@ def rewards_of(
             or reward.author not in authors
             or reward.author is None
             or reward.name not in wanted
+            or abs(reward.value) > LARGEST
         ):
             continue
         call_id = None if reward.call_id is None else call_ids.get(reward.call_id, reward.call_id)
@@ -125,6 +128,7 @@ def _missing_because(
     there = {
         f"{reward.name!r}{'' if reward.call_id is None else ' for a call'}"
         f"{'' if reward.author in authors else f' by {reward.author}, who does not count'}"
+        f"{f' of {reward.value:g}, which is too large' if abs(reward.value) > LARGEST else ''}"
         for reward in given
         if _is_current(reward, rollout)
     }

@@ -22,9 +22,9 @@ from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.learning.rendering import ChatTokenizer, with_rendered_ids
 from spangrad.trainer.learning.selection import CallKey, TrainedCall
-from spangrad.trainer.learning.vocabulary import check_size
+from spangrad.trainer.learning.vocabulary import check_length, check_size
 from spangrad.trainer.row_settings import row_settings
-from spangrad.trainer.serving.weight_files import check_model_folder
+from spangrad.trainer.serving.weight_files import check_model_folder, context_length
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Crediting:
     """Rollouts of a run to the rows of an update."""
 
     def __init__(self, config: TrainConfig, model: Path) -> None:
-        """Read the size of the model's vocabulary, and try to load what gives scores.
+        """Read the sizes of the model's vocabulary and context, and try to load what gives scores.
 
         Raises:
             ConfigError: The function in `credit.scores` can't be loaded.
@@ -43,7 +43,9 @@ class Crediting:
         self._model = model
         self._objective = OBJECTIVES[config.learner.objective]
         scorer(config.credit, config.base_dir)
-        self._vocab_size: int | None = check_model_folder(model).get("vocab_size")
+        folder = check_model_folder(model)
+        self._vocab_size: int | None = folder.get("vocab_size")
+        self._context = context_length(folder)
 
     def rows(
         self,
@@ -81,11 +83,13 @@ class Crediting:
         return len({row.group_id or row.rollout_id for row in rows})
 
     def _rendered(self, call: ModelCall) -> ModelCall:
-        """The call, if the model has its ids; one of grade `text` gets some if the objective trains it."""
+        """The call, if it can be the model's; one of grade `text` gets ids if the objective trains it."""
         if call.grade is Grade.TEXT and self._objective.min_grade == "text":
-            return with_rendered_ids(call, self._tokenizer)
-        if self._vocab_size is not None and call.grade in (Grade.EXACT, Grade.IDS):
+            call = with_rendered_ids(call, self._tokenizer)
+        elif self._vocab_size is not None and call.grade in (Grade.EXACT, Grade.IDS):
             check_size(call, self._vocab_size)
+        if self._context is not None:
+            check_length(call, self._context)
         return call
 
     @cached_property

@@ -68,7 +68,10 @@ def claim_folder(folder: Path, config: TrainConfig) -> TextIO:
                     f"run {config.run.id!r} was begun with {section}.{key} = {was!r}, now it is {is_now!r};"
                     " choose another run.id"
                 )
-    file.write_text(json.dumps(now, indent=2))
+    part = folder / "config.json.part"
+    with checkpoint.writing("the config", file, "nothing was begun"):
+        part.write_text(json.dumps(now, indent=2))
+        part.replace(file)  # a process that dies here leaves a whole one
     return lock
 
 

@@ -19,7 +19,16 @@ from spangrad.store.archive.move import move
 from spangrad.store.archive.rewrite import rewrite
 from spangrad.store.file_store import FileStore, rejected_file, spool_folder
 from spangrad.store.otlp import decode_request, encode_logs
-from spangrad.store.records import LogRecord, Reward, Rollout, Span, SpanEvent, Update, UpdateSample
+from spangrad.store.records import (
+    LogRecord,
+    Reward,
+    Rollout,
+    Span,
+    SpanEvent,
+    Update,
+    UpdateRead,
+    UpdateSample,
+)
 from spangrad.tracer import conventions as names
 from spangrad.tracer.spool import Spool
 from tests.store.building import new_trace, request, span
@@ -98,8 +107,10 @@ def fill(path: Path, marks: Sequence[str], user: object = "42") -> None:
                 ]
             )
             sample = UpdateSample(name, call, 0, 0.5, 7, 0, 0)
+            reads = [UpdateRead(name, call_id=call), UpdateRead(f"other-{day}", reward_id="w")]
+            consumed = [name, f"other-{day}"]
             store.commit_update(
-                Update("run", number, 1, [name, f"other-{day}"], [sample], {"loss": 0.25}, "c")
+                Update("run", number, 1, consumed, [sample], {"loss": 0.25}, "c", reads=reads)
             )
 
 
@@ -139,7 +150,7 @@ def test_a_user_is_gone_from_database_log_and_archive(tmp_path: Path, user: obje
     assert erased.archive == {"spans": 2, "logs": 1}
     assert {name: count for name, count in erased.database.items() if count} == {
         **{"spans": 2, "logs": 3, "messages": 1, "calls": 2, "call_keys": 2, "rollouts": 2, "tasks": 2},
-        **{"rewards": 2, "updates": 2, "update_samples": 2, "unread_traces": 4},
+        **{"rewards": 2, "updates": 2, "update_samples": 2, "update_reads": 2, "unread_traces": 4},
     }
     assert sorted(f.name for f in tmp_path.iterdir()) == ["s.duckdb", "s.duckdb.archive"]
     with FileStore(path) as store:

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from tests.adapters.building import span, text_attributes, token_attributes
 
 from spangrad.adapters import account_unread
+from spangrad.store.client import HubClient
 from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import encode_request
 from spangrad.store.records import Reward, RewardAuthor, Rollout, RolloutStatus, Span, Update
@@ -22,7 +23,7 @@ from spangrad.trainer.update_metrics import batch_metrics, checked_books, with_r
 Members = Sequence[tuple[float | None, Sequence[int]]]
 """Reward of each member of a group, and what it sampled in its first call."""
 GROUPS: tuple[Members, ...] = (
-    ((1.0, (3, 9, 4)), (0.0, (3, 8, 4, 7)), (0.5, (3, 9))),
+    ((1.0, (3, 9, 4)), (0.0, (3, 8, 4, 7)), (0.4, (3, 9))),
     ((0.25, (5, 6)), (0.75, (5, 11, 6, 2))),
 )
 
@@ -77,7 +78,7 @@ class Training:
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.path = Path(config.base_dir) / "store.duckdb"
-        self.store = FileStore(self.path)
+        self.store: FileStore | HubClient = FileStore(self.path)
         self.learner = Learner(config.learner_from(config.start_model))
         self._parent = config.start_model
         self.updates: list[Update] = []
@@ -109,12 +110,17 @@ class Training:
         return self.store.rollouts(rollout_ids=[rollout.rollout_id for rollout in rollouts])
 
     def reward(self, rollout_id: str, value: float, time_ns: int | None = None) -> None:
+        assert isinstance(self.store, FileStore)
         self.store.put_rewards(
             [Reward(rollout_id, value, attempt=0, time_ns=time_ns)], author=RewardAuthor.EVALUATOR
         )
 
     def update(self, rollouts: Sequence[Rollout]) -> Update:
-        """Credit, learn, save, commit: what a run does between rollouts and publish."""
+        """What a run does between rollouts and publish."""
+        return self.commit(self.learn(rollouts))
+
+    def learn(self, rollouts: Sequence[Rollout]) -> Update:
+        """Credit, learn, save."""
         config, index = self.config, len(self.updates)
         critic = None if config.critic is None else self.learner.values
         batch = Crediting(config, config.start_model).rows(self.store, rollouts, index, critic)
@@ -129,13 +135,19 @@ class Training:
             samples=as_trained(batch.samples, self.learner.trained_calls()),
             metrics=metrics,
             checkpoint="",
+            time_ns=index + 1,
             **made_of(config, batch, self._parent),
         )
         root = Path(config.base_dir) / "checkpoints"
-        self._parent = self.learner.save(root, record=None, keep=config.run.keep_checkpoints)
-        self.updates.append(replace(update, checkpoint=str(self._parent)))
-        self.store.commit_update(self.updates[-1])
-        return self.updates[-1]
+        record = {"update": asdict(update)}
+        self._parent = self.learner.save(root, record=record, keep=config.run.keep_checkpoints)
+        return replace(update, checkpoint=str(self._parent))
+
+    def commit(self, update: Update) -> Update:
+        """Tell the store."""
+        self.store.commit_update(update)
+        self.updates.append(update)
+        return update
 
     def close(self) -> None:
         self.store.close()

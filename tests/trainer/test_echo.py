@@ -1,5 +1,6 @@
 """Cross-entropy on observations beside the objective."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,7 +34,7 @@ def conversations(*, spoken: int = 7) -> list[Transition]:
 def gradient_of(learner: Learner, rows: list[Transition]) -> tuple[Tensor, dict[str, float]]:
     kept: list[Tensor] = []
 
-    def keep(lr: float) -> float:
+    def keep(lr: float, rows: Sequence[Transition]) -> float:
         kept.append(torch.cat([p.grad.flatten() for p in learner.model.parameters() if p.grad is not None]))
         return 0.0
 

@@ -53,7 +53,7 @@ def kept_gradient(learner: Learner, rows: list[Transition]) -> tuple[Tensor, dic
     if learner._reference is not None:
         learner._reference.double()
     kept: list[Tensor] = []
-    learner._step = lambda lr: kept.append(gradient(learner)) or 0.0  # type: ignore[func-returns-value, method-assign]
+    learner._step = lambda lr, rows: kept.append(gradient(learner)) or 0.0  # type: ignore[func-returns-value, method-assign]
     metrics = learner.update(rows)
     return kept[0], metrics
 

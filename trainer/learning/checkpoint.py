@@ -23,7 +23,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,24 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
     fsync_path(folder)
 
 
+@contextlib.contextmanager
+def writing(what: str, where: Path, otherwise: str) -> Iterator[None]:
+    """Turn what goes wrong with a file into one error; `otherwise` says what is left as it was.
+
+    Raises:
+        StoreFullError: The disk is full.
+        StoreError: It can't be written for another reason.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if _is_full(error):
+            raise StoreFullError(
+                f"no room for {what} {str(where)!r} ({error}); {otherwise}, free some space"
+            ) from error
+        raise StoreError(f"can't write {what} {str(where)!r}: {error}") from error
+
+
 def _is_full(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno in _FULL_ERRNOS
@@ -132,28 +150,22 @@ def save_checkpoint(root: str | Path, checkpoint: Checkpoint, *, keep: int) -> P
     """
     root = Path(root)
     temporary: Path | None = None
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        for leftover in root.glob(".tmp-checkpoint-*"):
-            shutil.rmtree(leftover)
-        number = 1 + max((_number(path) for path in root.iterdir()), default=-1)
-        folder = root / f"checkpoint-{max(number, 1):06d}"
-        temporary = root / f".tmp-{folder.name}"
-        _write(temporary, checkpoint)
-        os.rename(temporary, folder)
-        fsync_path(root)
-        for old in complete_checkpoints(root)[: -max(keep, 1)]:
-            shutil.rmtree(old)
-    except (OSError, SafetensorError) as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
+    with writing("a checkpoint under", root, "older ones are untouched"):
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            for leftover in root.glob(".tmp-checkpoint-*"):
+                shutil.rmtree(leftover)
+            number = 1 + max((_number(path) for path in root.iterdir()), default=-1)
+            folder = root / f"checkpoint-{max(number, 1):06d}"
+            temporary = root / f".tmp-{folder.name}"
+            _write(temporary, checkpoint)
+            os.rename(temporary, folder)
+            fsync_path(root)
+            for old in complete_checkpoints(root)[: -max(keep, 1)]:
+                shutil.rmtree(old)
+        finally:
+            if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
-        if _is_full(error):
-            raise StoreFullError(
-                f"no room for a checkpoint under {str(root)!r} ({error}); older ones are untouched, "
-                "free some space"
-            ) from error
-        raise StoreError(f"can't write a checkpoint under {str(root)!r}: {error}") from error
     return folder
 
 

@@ -39,6 +39,7 @@ from spangrad.trainer.learning.critic import Critic, critic_metrics, values_of_c
 from spangrad.trainer.learning.echo import with_observations
 from spangrad.trainer.learning.learner_config import LearnerConfig, scheduled_lr, update_lr
 from spangrad.trainer.learning.lora import adapter_off, add_adapter, base_digest
+from spangrad.trainer.learning.memory import running_out_told
 from spangrad.trainer.learning.model import (
     TargetStats,
     checkpoint_layers,
@@ -66,6 +67,7 @@ from spangrad.trainer.learning.selection import (
     TrainedCall,
     check_vocabulary,
     data_metrics,
+    largest_advantage,
     select_rows,
     trained_calls,
 )
@@ -119,6 +121,7 @@ class Learner:
         """Optimizer steps so far, those of `fit_bc` included."""
         self._trained: dict[CallKey, TrainedCall] = {}
 
+    @running_out_told()
     def update(self, rows: Sequence[Transition], *, policy_version: int | None = None) -> dict[str, float]:
         """Train on rows once; `trainer/README.md` explains the returned metrics.
 
@@ -130,8 +133,8 @@ class Learner:
         Raises:
             EmptyBatchError: No row can train anything; nothing was changed.
             GradeError: A row lacks what the objective needs; nothing was changed.
-            PolicyError: A gradient was not finite; that step was not taken. Earlier steps of
-                the same update were: load the last checkpoint to go on.
+            PolicyError: A gradient was not finite, or there is no memory; that step was not taken.
+                Earlier steps of the same update were: load the last checkpoint to go on.
         """
         start = time.perf_counter()
         config = self.config
@@ -142,6 +145,7 @@ class Learner:
             selection = self._corrected(selection, policy_version, totals)
             seconds["correction"] = time.perf_counter() - start
         self._trained = trained_calls(selection.rows)
+        self._optimizer.zero_grad(set_to_none=True)  # what is left of an update that failed
         is_frozen = False
         if self._critic is not None:
             self._critic.forget()
@@ -160,7 +164,7 @@ class Learner:
                 self._accumulate(step_rows, parts, policy_version, is_first, is_frozen, totals, seconds)
                 began = time.perf_counter()
                 if not is_frozen:
-                    totals.add_mean("grad/norm", self._step(lr), 1)
+                    totals.add_mean("grad/norm", self._step(lr, step_rows), 1)
                 if self._critic is not None:
                     self._critic.fit(totals)
                 seconds["optimizer"] += time.perf_counter() - began
@@ -265,14 +269,15 @@ class Learner:
         policy, reference = (partial(self._sums, of_reference=which) for which in (False, True))
         return Comparison(rows, self.config, policy, reference, seconds)
 
-    def _step(self, lr: float) -> float:
+    def _step(self, lr: float, rows: Sequence[Transition]) -> float:
         """Clip, check and take one optimizer step; returns the gradient norm before the clip."""
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
         if not math.isfinite(norm):
             self._optimizer.zero_grad(set_to_none=True)
             raise PolicyError(
-                f"update {self.updates}: the gradient norm is {norm!r}; the step was not taken, lower "
-                f"learner.lr ({self.config.lr!r}) or look for advantages out of range"
+                f"update {self.updates}: the gradient norm is {norm!r} on {len(rows)} rows, whose largest "
+                f"advantage is {largest_advantage(rows)}; the step was not taken, correct its reward if that "
+                f"is out of range, or lower learner.lr ({self.config.lr!r})"
             )
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -305,6 +310,7 @@ class Learner:
                 entropy=entropy,
             )
 
+    @running_out_told()
     def fit_bc(
         self,
         rows: Sequence[Transition],
@@ -352,7 +358,7 @@ class Learner:
                 loss = losses.bc_loss(stats.logprobs_M, mask_BT[mask_BT], weights_M)
                 torch.autograd.backward(loss)
                 step_loss += float(loss.detach())
-            metrics = {"loss/bc": step_loss, "grad/norm": self._step(lr), "optimizer/lr": lr}
+            metrics = {"loss/bc": step_loss, "grad/norm": self._step(lr, step_rows), "optimizer/lr": lr}
             totals.add_sum("data/trained_tokens", sum(int(row.action_mask.sum()) for row in step_rows))
             if step >= steps - max(1, steps // 10):
                 tail.add_mean("loss/bc", step_loss, 1)
@@ -360,6 +366,7 @@ class Learner:
                 progress(step + 1, metrics)
         return totals.metrics() | tail.metrics() | {"time/update_s": time.perf_counter() - start}
 
+    @running_out_told()
     def score(self, rows: Sequence[Transition]) -> list[NDArray[np.float32]]:
         """Log-probability of every action token of every row under the current weights, nats.
 
@@ -369,6 +376,7 @@ class Learner:
         check_vocabulary(rows, size=self._vocabulary, model=self.config.model_path)
         return self._logprobs(rows, use_temperature=True)
 
+    @running_out_told()
     def values(self, rows: Sequence[Transition]) -> list[list[float]]:
         """What the critic expects to be still to come before each call of every row, reward units.
 

@@ -31,7 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from spangrad.errors import ConfigError, PolicyError
-from spangrad.trainer.learning.checkpoint import fsync_path
+from spangrad.trainer.learning.checkpoint import fsync_path, writing
 from spangrad.trainer.learning.lora import adapter_tensors, merged_state
 from spangrad.trainer.learning.output_head import (
     Entropy,
@@ -246,16 +246,22 @@ def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor], *, where
 
 
 def save_weights(model: PreTrainedModel, path: Path, *, dtype: torch.dtype) -> None:
-    """Write the weights as one safetensors file that is complete or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the weights as one safetensors file that is complete or absent.
+
+    Raises:
+        StoreFullError: The disk is full; a file of that name is as it was.
+        StoreError: It can't be written for another reason.
+    """
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-    try:
-        save_file(weight_tensors(model, dtype=dtype), temporary, metadata={"format": "pt"})
-        fsync_path(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    fsync_path(path.parent)
+    with writing("the weights", path, "what was there is untouched"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            save_file(weight_tensors(model, dtype=dtype), temporary, metadata={"format": "pt"})
+            fsync_path(temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        fsync_path(path.parent)
 
 
 def save_model_folder(
@@ -264,7 +270,16 @@ def save_model_folder(
     """Write a Hugging Face folder: config, weights, and the source folder's tokenizer files byte for byte.
 
     An existing `folder` is replaced; a reader sees the old one, none for an instant, or the new one.
+
+    Raises:
+        StoreFullError: The disk is full; a folder of that name is as it was.
+        StoreError: It can't be written for another reason.
     """
+    with writing("the model", folder, "what was there is untouched"):
+        _write_folder(model, folder, source_folder, dtype)
+
+
+def _write_folder(model: PreTrainedModel, folder: Path, source_folder: Path, dtype: torch.dtype) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".tmp-{os.getpid()}-{folder.name}")
     replaced = folder.with_name(f".old-{os.getpid()}-{folder.name}")

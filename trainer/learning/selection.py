@@ -71,9 +71,11 @@ def _check_row(row: Transition) -> None:
 
 
 def _check_finite_advantages(row: Transition) -> None:
-    if np.isinf(row.advantages[row.action_mask]).any():
+    advantages = row.advantages[row.action_mask]
+    if (wrong := advantages[np.abs(advantages) > np.finfo(np.float32).max]).size:
         raise CreditError(
-            f"{row_name(row)}: an advantage is infinite; expected finite, or NaN for not assigned"
+            f"{row_name(row)}: an advantage is {wrong[0]:g}, infinite in float32; expected finite, or NaN "
+            "for not assigned"
         )
 
 
@@ -153,6 +155,13 @@ def select_rows(rows: Sequence[Transition], *, objective: str, needs_all_tokens:
         where=f"{len(rows)} rows",
     )
     return Selection(tuple(kept), without_tokens, len(silent), tuple(silent), without_advantage, +dropped)
+
+
+def largest_advantage(rows: Sequence[Transition]) -> str:
+    """The largest advantage of some rows, in size, and whose it is."""
+    found = [(float(np.nanmax(np.abs(row.advantages), initial=0.0)), row.rollout_id) for row in rows]
+    size, rollout_id = max(found)
+    return f"{size:g}, of rollout {rollout_id!r}"
 
 
 def check_vocabulary(rows: Sequence[Transition], *, size: int, model: str) -> None:

@@ -1,4 +1,4 @@
-"""Whether the token ids that a trace holds can be of a tokenizer, or of a model.
+"""Whether the token ids that a trace holds can be of a tokenizer, or of a model, and not too many for it.
 
 Knows ids, a tokenizer and the reply as it was recorded. Does not know names of models: ids are of a
 tokenizer if it has them and they say what was recorded.
@@ -16,6 +16,8 @@ from spangrad.errors import GradeError
 
 OTHER_VOCABULARY: Final = "token ids of another vocabulary"
 """Kind of the reason of calls whose ids are not the tokenizer's."""
+TOO_LONG: Final = "longer than the model's context"
+"""Kind of the reason of calls that no engine can have made with this model."""
 _PROBE: Final = 16
 """Characters at a text's beginning and end that are looked for. Parsers of tool calls and thoughts cut and
 trim what was sampled, but leave some end of some text as it was; ids of another vocabulary leave none."""
@@ -48,6 +50,21 @@ def check_size(call: ModelCall, size: int) -> None:
                 f"{OTHER_VOCABULARY}: call {call.call_id!r} has {name} id {highest}, and the vocabulary has"
                 f" {size} tokens; it was made by {call.model!r}"
             )
+
+
+def check_length(call: ModelCall, most: int) -> None:
+    """Make sure that a call has no more than `most` tokens with any of its replies.
+
+    Raises:
+        GradeError: It has.
+    """
+    prompt = len(call.prompt_token_ids or ())
+    tokens = prompt + max((len(choice.sampled_token_ids or ()) for choice in call.choices), default=0)
+    if tokens > most:
+        raise GradeError(
+            f"{TOO_LONG}: call {call.call_id!r} has {tokens} tokens, and the model takes {most};"
+            f" it was made by {call.model!r}"
+        )
 
 
 def check_vocabulary(call: ModelCall, tokenizer: Vocabulary) -> None:

@@ -82,6 +82,19 @@ def check_model_folder(folder: str | Path) -> dict[str, Any]:
     return config
 
 
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """The most tokens that a model can be shown, by its folder's config; None: nothing there bounds them."""
+    text = config.get("text_config") or config
+    positions = text.get("max_position_embeddings")
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kinds = [
+        rope,
+        *(kind for kind in rope.values() if isinstance(kind, Mapping)),
+    ]  # some have one a layer type
+    factors = [float(kind.get("factor") or 1.0) for kind in kinds]
+    return int(positions * max(1.0, *factors)) if isinstance(positions, int) else None
+
+
 def misfit(found: Shapes, expected: Shapes, *, has_tied_head: bool) -> str | None:
     """Why tensors `found` can't replace the tensors `expected`; None if they fit."""
     ignored = {TIED_HEAD} if has_tied_head else set()
