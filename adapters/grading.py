@@ -23,6 +23,8 @@ LEFT_EARLY: Final = "stream was left early"
 TOOLS_UNKNOWN: Final = "tool definitions were not recorded"
 """Kind of the reason of calls whose prompt is not known whole: they used tools that nobody told."""
 FROM_CACHE: Final = "the reply came out of a cache: nothing was sampled"
+SYNTHETIC: Final = "the gateway answered, no model did"
+"""Kind of the reason of calls that never reached an engine."""
 EMBEDDED: Final = "an embedding: nothing was sampled"
 """The only reason of a call that has nothing to train and is none the worse for it."""
 
@@ -99,6 +101,8 @@ def _unusable(reading: Reading) -> Iterator[str]:
     yield from reading.faults
     if reading.is_cached:
         yield FROM_CACHE
+    if reading.synthetic is not None:
+        yield f"{SYNTHETIC}: {reading.synthetic}"
     for name in reading.redacted:
         yield f"text was redacted: {name}"
     if not reading.choices:

@@ -102,6 +102,7 @@ def merge(group: Sequence[Reading]) -> Reading:
         is_constrained=any(r.is_constrained for r in told),
         redacted=tuple(dict.fromkeys(name for r in told for name in r.redacted)),
         is_cached=any(r.is_cached for r in told),
+        synthetic=_first(*(r.synthetic for r in group)),
     )
 
 

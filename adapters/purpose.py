@@ -5,6 +5,7 @@ take for something else than acting is not trained. A reason reads `rule: detail
 that reasons can be counted.
 
 Rules, the first that fits:
+* synthetic: the gateway answered itself, whatever the call was meant for;
 * hint: `spangrad.purpose`, the header `x-spangrad-purpose`, or the span's attribute;
 * operation: the route of embeddings;
 * step name: the step is called what agents call a step that titles, summarises or judges, and
@@ -22,6 +23,8 @@ from spangrad.adapters.reading import Reading
 from spangrad.tracer import conventions as c
 
 EMBEDDINGS: Final = "embeddings"
+NO_TURN_LEFT: Final = f"synthetic: {c.NO_TURN_LEFT}"
+"""The reason of a call for which its rollout had no turn left."""
 
 _CHAT = "(?:conversation|chat|thread|session|history|messages|context|memory)"
 STEP_NAMES: Final = {
@@ -75,6 +78,8 @@ _BEGINNING: Final = 400
 
 def purpose_of(reading: Reading) -> tuple[Purpose, str | None]:
     """The purpose of a call, and the rule that says so; None for a call that no rule knows: it acts."""
+    if reading.synthetic is not None:
+        return Purpose.OTHER, f"synthetic: {reading.synthetic}"
     is_embedding = reading.span.attributes.get(c.OPERATION_NAME) == EMBEDDINGS
     if is_embedding and reading.purpose in (None, Purpose.EMBEDDING):
         return Purpose.EMBEDDING, f"operation: {EMBEDDINGS}"

@@ -70,6 +70,8 @@ class Reading:
     """Attributes out of which the recorder took text, of the request or the reply."""
     is_cached: bool = False
     """The reply came out of a cache."""
+    synthetic: str | None = None
+    """Why the gateway answered itself, and no model."""
     is_part: bool = False
     """Tells more of a call that another span of its recorder names: the one above, or an earlier request."""
     began_ns: int | None = None

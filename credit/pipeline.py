@@ -15,6 +15,7 @@ from typing import Final, Literal, cast
 from spangrad.adapters.call_tree import CallTree, build_tree, in_order
 from spangrad.adapters.calls import calls_of
 from spangrad.adapters.model_call import Grade, ModelCall, Purpose
+from spangrad.adapters.purpose import NO_TURN_LEFT
 from spangrad.credit.aggregation import Aggregation, weigh
 from spangrad.credit.assign import assign
 from spangrad.credit.books import check_books, dropped_tokens
@@ -334,10 +335,13 @@ def _trajectory(
 
 
 def is_truncated(rollout: Rollout, calls: Sequence[ModelCall]) -> bool:
-    """Whether a rollout was cut off: its last acting call ran into its length, or the agent says so.
+    """Whether a rollout was cut off.
 
-    An agent says it by returning a dictionary with `truncated` true, as Gymnasium's environments do.
+    Its turns did not suffice, its last acting call ran into its length, or the agent says so by returning a
+    dictionary with `truncated` true, as Gymnasium's environments do.
     """
+    if any(call.purpose_reason == NO_TURN_LEFT for call in calls):
+        return True
     if isinstance(rollout.output, Mapping) and rollout.output.get("truncated"):
         return True
     last = next((call for call in reversed(in_order(calls)) if untrained_because(call) is None), None)

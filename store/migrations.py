@@ -139,6 +139,11 @@ def m013_lineage(con: duckdb.DuckDBPyConnection) -> None:
     )
 
 
+def m014_turn_budgets(con: duckdb.DuckDBPyConnection) -> None:
+    """Turns of rollouts, and whether they sufficed: the view `outcomes` is made anew."""
+    con.execute("ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turn_budget INTEGER")
+
+
 MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m001_initial,
     m002_place_of_calls,
@@ -153,6 +158,7 @@ MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m011_archived_owners,
     m012_users,
     m013_lineage,
+    m014_turn_budgets,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

@@ -186,6 +186,8 @@ class Rollout:
     """`train`, `eval`, `expert`, ...: only `train` groups are leased to a trainer by default."""
     consumed_by: int | None = None
     """Index of the update that trained on it."""
+    turn_budget: int | None = None
+    """Calls of the policy that its agent may make; the gateway sees to it. None: any number."""
 
     @property
     def failure(self) -> str | None:

@@ -261,6 +261,9 @@ ROLLOUTS = Table(
         Column("consumed_run", "VARCHAR", "run of the update that consumed it", True),
         Column("consumed_by", "INTEGER", "index of the update that consumed it", True),
         Column("is_recorded", "BOOLEAN", "nobody enqueued it: known from its spans"),
+        Column(
+            "turn_budget", "INTEGER", "calls of the policy that its agent may make; NULL: any number", True
+        ),
     ),
     key=("rollout_id",),
 )

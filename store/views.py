@@ -95,19 +95,27 @@ TRUSTED_REWARDS = View(
 
 OUTCOMES = View(
     "outcomes",
-    "One rollout with the last trusted reward of each name, its calls and tokens.",
+    "One rollout with the last trusted reward of each name, its calls and tokens, and whether its turns did "
+    "not suffice.",
     """
     SELECT r.rollout_id, r.task_id, r.group_id, r.run_id, r.split, r.status, r.attempt, w.rewards,
-      coalesce(k.calls, 0) AS calls, k.sampled_tokens, k.worst_grade, r.error_type, r.error,
+      coalesce(k.calls, 0) AS calls, k.sampled_tokens, k.worst_grade, r.turn_budget,
+      coalesce(k.out_of_turns, false) AS out_of_turns, r.error_type, r.error,
       r.consumed_run, r.consumed_by, TRY(make_timestamp_ns(r.started_ns)) AS started
     FROM rollouts r
     LEFT JOIN (
       SELECT rollout_id, map_from_entries(list({'k': name, 'v': value} ORDER BY name)) AS rewards
       FROM trusted_rewards WHERE call_id IS NULL GROUP BY ALL) w ON w.rollout_id = r.rollout_id
     LEFT JOIN (
-      SELECT rollout_id, attempt, count(*) AS calls, sum(sampled_tokens)::BIGINT AS sampled_tokens,
-        max_by(grade, list_position(['exact', 'ids', 'text', 'unusable'], grade)) AS worst_grade
-      FROM calls WHERE purpose = 'agent' GROUP BY ALL) k
+      SELECT rollout_id, attempt, count(*) FILTER (is_agent) AS calls,
+        sum(sampled_tokens) FILTER (is_agent)::BIGINT AS sampled_tokens,
+        max_by(grade, list_position(['exact', 'ids', 'text', 'unusable'], grade)) FILTER (is_agent)
+          AS worst_grade,
+        bool_or(out_of_turns) AS out_of_turns
+      FROM (
+        SELECT *, purpose = 'agent' AS is_agent,
+          coalesce(purpose_reason = 'synthetic: turn budget', false) AS out_of_turns FROM calls)
+      GROUP BY ALL) k
       ON k.rollout_id = r.rollout_id AND k.attempt = r.attempt
     """,
 )

@@ -88,6 +88,8 @@ RETRIES: Final = "spangrad.http.retries"
 TOKENS_IN: Final = "spangrad.tokens_in"  # "used", "fallback: <reason>" or "failed: <reason>"
 ENGINE: Final = "spangrad.engine"  # address of the engine that answered, as the gateway knows it
 CACHED: Final = "spangrad.call.cached"  # True: the reply came from a cache, nothing was sampled
+SYNTHETIC: Final = "spangrad.call.synthetic"  # why the gateway answered itself and asked no engine
+NO_TURN_LEFT: Final = "turn budget"  # such a reason: the rollout had taken all its turns
 REDACTED: Final = "spangrad.redacted"  # JSON list: the places (attribute names) that redaction changed
 
 # On a rollout's root span; also the event `gen_ai.evaluation.result`

@@ -134,6 +134,7 @@ def read_as(dialect: str, span: Span) -> Reading:
         text_losses=tuple(losses.text),
         redacted=_redacted(decoder),
         is_cached=attributes.get(c.CACHED) is True,
+        synthetic=text(attributes, c.SYNTHETIC),
     )
 
 

@@ -75,6 +75,10 @@ def _check(rollout: Rollout) -> None:
             f"rollout {rollout.rollout_id!r} may have {rollout.max_attempts} attempts; "
             f"{conventions.MAX_ATTEMPT} are allowed"
         )
+    if rollout.turn_budget is not None and not 0 <= rollout.turn_budget < 2**31:
+        raise StoreError(
+            f"rollout {rollout.rollout_id!r} has a turn budget of {rollout.turn_budget}; expected 0 or more"
+        )
     if rollout.status is RolloutStatus.RUNNING:
         raise StoreError(
             f"rollout {rollout.rollout_id!r} can't be enqueued as running; enqueue it, then claim it"
@@ -102,6 +106,7 @@ def _row(rollout: Rollout, seq: int, now: int) -> dict[str, Any]:
         "error_type": rollout.error_type,
         "error": rollout.error,
         "is_recorded": False,
+        "turn_budget": rollout.turn_budget,
     }
 
 
@@ -320,6 +325,7 @@ def as_rollout(row: dict[str, Any]) -> Rollout:
         error=row["error"],
         split=row["split"],
         consumed_by=row["consumed_by"],
+        turn_budget=row["turn_budget"],
     )
 
 

@@ -115,6 +115,16 @@ def test_spans_that_are_each_others_parents_end():
     assert len(calls_from_spans([one, two])) == 1
 
 
+def test_what_the_gateway_answered_itself_is_nobodys_action_whatever_the_client_says():
+    own = text_attributes(**{c.SYNTHETIC: c.NO_TURN_LEFT, c.PURPOSE: "other", c.POLICY: "frozen"})
+    said = span("g", parent="c", scope=c.SCOPE_GATEWAY, kind=2, start_ns=1, attributes=own)
+    asked = dataclasses.replace(client(), attributes={**client().attributes, c.PURPOSE: "agent"})
+    (call,) = calls_from_spans([said, asked])
+    assert (call.purpose, call.purpose_reason) == (Purpose.OTHER, "synthetic: turn budget")
+    assert call.grade is Grade.UNUSABLE
+    assert call.grade_reasons[0] == "the gateway answered, no model did: turn budget"
+
+
 def test_purpose_and_policy_are_read():
     (call,) = calls_from_spans([span(attributes=text_attributes(**{c.PURPOSE: "judge", c.POLICY: "frozen"}))])
     assert (call.purpose, call.is_trained_policy) == (Purpose.JUDGE, False)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from spangrad.adapters.purpose import NO_TURN_LEFT
 from spangrad.store import SpanStore
 from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import encode_request
@@ -110,6 +111,19 @@ def test_outcomes_show_the_last_trusted_reward_of_each_name(store):
         "sampled_tokens": 7,
         "worst_grade": "text",
     }
+
+
+def test_outcomes_tell_whose_turns_did_not_suffice(store):
+    store.enqueue([Rollout("r", turn_budget=1), Rollout("s", turn_budget=1), Rollout("t")])
+    beyond = {"purpose": "other", "purpose_reason": NO_TURN_LEFT, "grade": "unusable"}
+    store.put_calls([call("a"), call("b", **beyond), call("c", rollout_id="s")])
+    store.put_calls([call("d", rollout_id="s", attempt=1, **beyond)])  # of another attempt
+    sql = "SELECT rollout_id, turn_budget, out_of_turns, calls, worst_grade FROM outcomes ORDER BY rollout_id"
+    assert [tuple(row.values()) for row in store.query(sql)] == [
+        ("r", 1, True, 1, "text"),
+        ("s", 1, False, 1, "text"),
+        ("t", None, False, 0, None),
+    ]
 
 
 def test_a_call_counts_once_for_a_kind_of_reason(store):

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from opentelemetry.sdk.trace.export import SpanExporter
@@ -27,13 +28,14 @@ from starlette.routing import Route as HttpRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spangrad.tracer import conventions as names
-from spangrad.tracer.exporter import SpoolExporter
+from spangrad.tracer.exporter import Exporter, SpoolExporter
 from spangrad.tracer.gateway.agent_keys import (
     SCOPE_ROLLOUT,
     KeyRollout,
     RequireAgentKey,
     RolloutKeys,
 )
+from spangrad.tracer.gateway.budgets import Budgets
 from spangrad.tracer.gateway.call import Call, Counts, Services
 from spangrad.tracer.gateway.config import GatewayConfig
 from spangrad.tracer.gateway.engines import EnginePool
@@ -67,12 +69,14 @@ def create_app(config: GatewayConfig, *, exporter: SpanExporter | None = None) -
     Raises:
         ConfigError: Nothing could be recorded, or the raw log can't be written.
     """
+    exporter = exporter or _exporter(config)
     services = Services(
         instance=secrets.token_hex(8),
         config=config,
         engines=EnginePool(config),
-        recorder=SpanRecorder(exporter or _exporter(config), redact=rule_of(config.redact)),
+        recorder=SpanRecorder(exporter, redact=rule_of(config.redact)),
         counts=Counts(),
+        budgets=Budgets(_budgets_file(exporter)),
         requests=Readers(),
         tokens_in=TokensIn() if config.fidelity == "tokens-in" else None,
         raw_log=RawLog(config.raw_log) if config.raw_log is not None else None,
@@ -94,6 +98,7 @@ def create_app(config: GatewayConfig, *, exporter: SpanExporter | None = None) -
             await asyncio.sleep(0.005)
         await services.recorder.close()
         await services.engines.close()
+        services.budgets.close()
         if services.raw_log is not None:
             services.raw_log.close()
 
@@ -115,6 +120,12 @@ def _exporter(config: GatewayConfig) -> SpanExporter:
     return SpoolExporter(config.store)
 
 
+def _budgets_file(exporter: SpanExporter) -> Path | None:
+    """Beside the folder in which spans wait, so that the next gateway with the same spool finds it."""
+    folder = exporter.folder if isinstance(exporter, Exporter) else None
+    return None if folder is None else folder.with_name(f"{folder.name}.budgets")
+
+
 def _routes(services: Services) -> list[BaseRoute]:
     reads = Reads(services)
     operator = Operator(services)
@@ -122,6 +133,7 @@ def _routes(services: Services) -> list[BaseRoute]:
         HttpRoute("/spangrad/health", operator.health),
         HttpRoute("/spangrad/flush", operator.flush, methods=["POST"]),
         HttpRoute("/spangrad/refresh", operator.refresh, methods=["POST"]),
+        HttpRoute("/spangrad/budgets", operator.budgets, methods=["POST"]),
         HttpRoute("/spangrad/engines", operator.engines),
         HttpRoute("/spangrad/engines/drain", operator.drain, methods=["POST"]),
         HttpRoute("/spangrad/engines/undrain", operator.undrain, methods=["POST"]),

@@ -4,7 +4,8 @@ The client's reply never waits for recording: chunks are passed on as they come,
 the span is ended in a background task.
 
 Invariants: the client sees the engine's reply without what it did not ask for; a
-stream that broke off never ends as if it were whole; every call makes one span.
+stream that broke off never ends as if it were whole; every call makes one span; a call for which
+its rollout has no turn left reaches no engine.
 """
 
 import asyncio
@@ -19,6 +20,8 @@ import httpx
 from starlette.types import Message, Receive, Send
 
 from spangrad.tracer import conventions as names
+from spangrad.tracer.gateway import beyond
+from spangrad.tracer.gateway.budgets import Budget, Budgets
 from spangrad.tracer.gateway.config import GatewayConfig
 from spangrad.tracer.gateway.engine_settings import EngineSettings
 from spangrad.tracer.gateway.engines import CONNECT_ERRORS, Engine, EnginePool, Lease
@@ -44,6 +47,11 @@ from spangrad.tracer.wire.repeated import Readers
 
 logger = logging.getLogger(__name__)
 
+ACTS = "agent"
+"""Purpose of a call that takes a turn."""
+CLIENT_GONE = "client_disconnected"
+"""Type of the error of a call that its client left."""
+
 
 @dataclass(slots=True)
 class Counts:
@@ -65,6 +73,7 @@ class Services:
     engines: EnginePool
     recorder: SpanRecorder
     counts: Counts
+    budgets: Budgets
     requests: Readers
     """What decodes their JSON."""
     tokens_in: TokensIn | None
@@ -110,6 +119,9 @@ class Call:
         self._end_ns = start_ns
         self._held: asyncio.Future[None] | None = None
         self._is_cached = False
+        self._takes_turn = False
+        """Whether it took one of its rollout's turns."""
+        self._spent = self._take_turn()
         services.counts.calls += 1
         services.counts.running += 1
 
@@ -117,8 +129,7 @@ class Call:
         """Relay the call and leave its span to a background task, whatever happens."""
         try:
             if not await _unless_gone(self._relay(send), receive) and not self._reader.is_complete():
-                message = "the client went away before the reply was complete"
-                self._error = ("client_disconnected", message)
+                self._error = (CLIENT_GONE, "the client went away before the reply was complete")
         except BaseException as error:
             self._error = (type(error).__name__, "the gateway failed or was stopped during the call")
             raise
@@ -128,7 +139,25 @@ class Call:
             self._services.recorder.end_later(self._record(), self._held)
             self._services.counts.running -= 1
 
+    @property
+    def _attempt_of_rollout(self) -> tuple[str, int]:
+        return self._origin[names.ROLLOUT_ID], self._origin[names.ATTEMPT]
+
+    def _take_turn(self) -> Budget | None:
+        """Take a turn if the call needs one; returns the rollout's budget if it has none left."""
+        acts = self._origin.get(names.PURPOSE, ACTS) == ACTS and self._route.path in beyond.PATHS
+        if names.ROLLOUT_ID not in self._origin or not acts:
+            return None
+        if not self._services.engines.is_trained(self._request.body):
+            return None
+        spent = self._services.budgets.take(*self._attempt_of_rollout)
+        self._takes_turn = spent is None
+        return spent
+
     async def _relay(self, send: Send) -> None:
+        if self._spent is not None:
+            await self._pass_on(self._beyond(self._spent), send)
+            return
         body = self._request.body
         model = body.get("model") if isinstance(body, dict) else None
         with self._services.engines.lease(model, self._origin.get(names.ROLLOUT_ID)) as lease:
@@ -144,13 +173,26 @@ class Call:
                 return
             self._is_cached = is_served_by_cache(response.headers.items())
             try:
-                kind = response.headers.get("content-type", "")
-                if response.is_success and kind.startswith("text/event-stream"):
-                    await self._relay_stream(response, send)
-                else:
-                    await self._relay_whole(response, send)
+                await self._pass_on(response, send)
             finally:
                 await response.aclose()
+
+    def _beyond(self, budget: Budget) -> httpx.Response:
+        """What the call gets in the engine's place."""
+        if budget.reply is not None:
+            return beyond.reply(self._route.path, self._request.body, budget.reply)
+        rollout_id, attempt = self._attempt_of_rollout
+        message = f"rollout {rollout_id!r} has taken its {budget.turns} turns"
+        if attempt != budget.attempt:
+            message = f"rollout {rollout_id!r} is in attempt {budget.attempt}, this is attempt {attempt}"
+        return beyond.refusal(self._route.path, message)
+
+    async def _pass_on(self, response: httpx.Response, send: Send) -> None:
+        kind = response.headers.get("content-type", "")
+        if response.is_success and kind.startswith("text/event-stream"):
+            await self._relay_stream(response, send)
+        else:
+            await self._relay_whole(response, send)
 
     async def _open(self, lease: Lease) -> httpx.Response | None:
         """Send the request to the first engine that can be connected to; None if there is none."""
@@ -233,8 +275,13 @@ class Call:
         await send(_body(body, more=False))
 
     def _end(self) -> None:
-        """Note the end once, before the client can know of it: a flush from then on waits for the span."""
+        """Note the end once, before the client can know of it: a flush from then on waits for the span.
+
+        A call that got no answer gives its turn back; its client may try again at once.
+        """
         if self._held is None:
+            if self._takes_turn and self._error is not None and self._error[0] != CLIENT_GONE:
+                self._services.budgets.give_back(*self._attempt_of_rollout)
             if self._follow_up is not None and isinstance(self._reader, TokenReader):
                 self._follow_up.end(self._reader.reply)
             self._held = self._services.recorder.hold()
@@ -276,6 +323,9 @@ class Call:
 
     def _whose(self) -> dict[str, Any]:
         """Attributes of the rollout and of the engine."""
+        if self._spent is not None:
+            own = {names.SYNTHETIC: names.NO_TURN_LEFT, names.PURPOSE: "other", names.POLICY: "frozen"}
+            return {**self._origin, **own, names.PROVIDER_NAME: "spangrad"}
         if self._engine is None:
             return {**self._origin, names.POLICY: self._services.config.policy}
         engine = {

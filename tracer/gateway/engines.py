@@ -278,11 +278,20 @@ class EnginePool:
             rollout_id: Whose call it is; None: nobody's, so any engine is as good.
         """
         name = model if isinstance(model, str) else None
+        return Lease(self, self._group_of(name), name, rollout_id)
+
+    def is_trained(self, body: Any) -> bool:
+        """Whether a request's JSON asks for the policy that is trained."""
+        name = body.get("model") if isinstance(body, dict) else None
+        group = self._group_of(name if isinstance(name, str) else None)
+        return group is not None and any(engine.policy == "trained" for engine in group.engines)
+
+    def _group_of(self, name: str | None) -> _Group | None:
         served = self._served(name)
         group = self._rest if served is None else self._groups.get(served, self._rest)
         if group is None and served is None and len(self._groups) == 1:
             (group,) = self._groups.values()
-        return Lease(self, group, name, rollout_id)
+        return group
 
     def is_hosted(self, body: Any) -> bool:
         """Whether a request's JSON asks for a hosted model."""

@@ -136,6 +136,18 @@ def is_operator(request: Request, config: GatewayConfig) -> bool:
     """Whether a request comes from this machine or carries `Authorization: Bearer KEY` of an operator."""
     if request.client is not None and is_loopback(request.client.host):
         return True
+    return _has_operator_key(request, config)
+
+
+def may_give_turns(request: Request, config: GatewayConfig) -> bool:
+    """Whether a request may say how many turns a rollout has: with an operator's key, if there are any.
+
+    An agent on this machine would else be one of the callers that may.
+    """
+    return _has_operator_key(request, config) if config.operator_keys else is_operator(request, config)
+
+
+def _has_operator_key(request: Request, config: GatewayConfig) -> bool:
     scheme, _, sent = request.headers.get("authorization", "").partition(" ")
     key = sent.strip().encode() if scheme.lower() == "bearer" else b""
     return any([hmac.compare_digest(key, known.encode()) for known in config.operator_keys])

@@ -1,21 +1,26 @@
-"""The gateway's own routes, for the trainer and for people: how it is, flush, refresh, drain.
+"""The gateway's own routes, for the trainer and for people: how it is, flush, refresh, drain, budgets.
 
 Invariants: whatever changes something is refused to callers that are neither on this machine
-nor hold an operator's key, and only they make the gateway ask its engines; nothing here is passed
-on to an engine.
+nor hold an operator's key, and only they make the gateway ask its engines; budgets are given with such
+a key alone, if there are any; nothing here is passed on to an engine.
 """
 
 import asyncio
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from spangrad.tracer import conventions as names
+from spangrad.tracer.gateway.budgets import MAX_TURNS
 from spangrad.tracer.gateway.call import Services
 from spangrad.tracer.gateway.config import base_url
 from spangrad.tracer.gateway.engines import Engine, drained
-from spangrad.tracer.gateway.http_parts import error_response, is_operator
+from spangrad.tracer.gateway.http_parts import error_response, is_operator, may_give_turns
 from spangrad.tracer.gateway.raw_log import parse_json
+
+_BUDGETS: Final = '{"rollouts": [{"rollout_id": ID, "attempt": 0, "turns": 5}], "reply": TEXT or null}'
+"""What `budgets` takes."""
 
 
 class Operator:
@@ -46,6 +51,7 @@ class Operator:
                 "calls": services.counts.calls,
                 "failed": services.counts.failed,
                 "spans": services.recorder.counts(),
+                "budgets": {"rollouts": len(services.budgets), "beyond": services.budgets.beyond},
                 **({} if services.tokens_in is None else {"tokens_in": services.tokens_in.counts()}),
             }
         )
@@ -101,6 +107,21 @@ class Operator:
         self._services.engines.forget_versions()
         return JSONResponse({})
 
+    async def budgets(self, request: Request) -> Response:
+        """Give attempts of rollouts their turns; `reply` null: calls beyond them are errors."""
+        if not may_give_turns(request, self._services.config):
+            message = "turns are given by callers with an operator's key"
+            return error_response(403, "forbidden", message)
+        body = parse_json(await request.body())
+        try:
+            rollouts, reply = _turns(body)
+        except (TypeError, ValueError, KeyError) as error:
+            message = f"the body gives no turns ({error}); send {_BUDGETS}"
+            return error_response(400, "invalid_request", message)
+        for rollout_id, attempt, turns in rollouts:
+            self._services.budgets.give(rollout_id, attempt, turns, reply)
+        return JSONResponse({"instance": self._services.instance, "rollouts": len(rollouts)})
+
     async def _named_engine(self, request: Request) -> Engine | Response:
         """The engine in the request's body, or the refusal."""
         if not is_operator(request, self._services.config):
@@ -114,6 +135,25 @@ class Operator:
             known = ", ".join(engine.url for engine in self._services.engines.all)
             return error_response(404, "not_found", f"no engine {name!r}; there are: {known}")
         return engine
+
+
+def _turns(body: Any) -> tuple[list[tuple[str, int, int]], str | None]:
+    """(rollout, attempt, turns) of each, and the text beyond them. Raises what says why it is none."""
+    reply = body["reply"]
+    if reply is not None and not (isinstance(reply, str) and reply.strip()):
+        raise TypeError(f"'reply' is {reply!r:.80}")
+    (reply or "").encode()  # JSON can hold half characters, replies and files can't
+    rollouts = []
+    for entry in body["rollouts"]:
+        rollout_id, attempt, turns = entry["rollout_id"], entry["attempt"], entry["turns"]
+        if not isinstance(rollout_id, str) or not rollout_id:
+            raise TypeError(f"'rollout_id' is {rollout_id!r:.80}")
+        rollout_id.encode()
+        for name, number, most in (("attempt", attempt, names.MAX_ATTEMPT), ("turns", turns, MAX_TURNS)):
+            if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= most:
+                raise ValueError(f"{name!r} of {rollout_id!r:.80} is {number!r:.80}, expected 0 to {most}")
+        rollouts.append((rollout_id, attempt, turns))
+    return rollouts, reply
 
 
 def _described(engine: Engine) -> dict[str, Any]:
