@@ -5,6 +5,7 @@
     [serving]  engine and gateway that serve the policy
     [agent]    the agent, its tasks and its reward
     [rollout]  how many rollouts an update learns from
+    [curriculum]  turns of rollouts, drawing of tasks (spangrad.trainer.curriculum.curriculum_config)
     [credit]   estimators (spangrad.credit.CreditConfig)
     [preference]  which rollouts are better (spangrad.trainer.preference_config.PreferenceConfig)
     [learner]  optimizer and loss (spangrad.trainer.learning.learner.LearnerConfig)
@@ -29,6 +30,7 @@ from spangrad.credit.aggregation import Aggregation
 from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.settings import check_values
 from spangrad.errors import ConfigError
+from spangrad.trainer.curriculum.curriculum_config import CurriculumConfig
 from spangrad.trainer.learning.learner_config import CriticConfig, LearnerConfig, require
 from spangrad.trainer.preference_config import PreferenceConfig, check_effects
 
@@ -240,6 +242,7 @@ class TrainConfig:
     hub: HubConfig = field(default_factory=HubConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     credit: CreditConfig = field(default_factory=CreditConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -255,6 +258,7 @@ class TrainConfig:
         check_effects(
             self.learner, self.credit, self.preference, is_weighed=is_weighed, group_size=group_size
         )
+        self.curriculum.check(self.agent.tasks, self.rollout.groups_per_update)
         require(
             self.learner.seed in (LearnerConfig().seed, self.run.seed),
             "learner.seed",

@@ -67,6 +67,7 @@ def evaluate(
             task=task,
             max_attempts=config.agent.max_attempts,
             split=f"eval-{label}",
+            turn_budget=config.curriculum.most_turns,
         )
         for index, task in enumerate(chosen)
     ]

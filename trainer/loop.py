@@ -20,7 +20,6 @@ the checkpoint's list is committed; after a crash before (3) the weights are pub
 import dataclasses
 import logging
 import math
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,9 +37,9 @@ from spangrad.store.records import Policy, Rollout, RolloutStatus, Update
 from spangrad.trainer.cluster import call, start_learner, start_ray
 from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.crediting import Crediting, as_trained
+from spangrad.trainer.curriculum.sampler import TaskSampler, turn_metrics
 from spangrad.trainer.evaluation import Evaluation, evaluate
 from spangrad.trainer.learning import checkpoint
-from spangrad.trainer.plugins import load_tasks
 from spangrad.trainer.probe import probe_row, scored_whole
 from spangrad.trainer.replaying import made_of
 from spangrad.trainer.resuming import claim_folder, continues, load_keys, repair, update_from_json
@@ -107,8 +106,8 @@ class Run:
         self._model = config.start_model
         self._crediting = Crediting(config, self._model)
         self._reward = load_callable(config.agent.reward, config.base_dir)
-        load_tasks(config.agent.tasks, "train", 1, seed=0, base_dir=config.base_dir)
         self.store: Store = open_store(config.hub.url, self.keys.trainer)
+        self._sampler = TaskSampler(config, self.store)
         self.store.last_update(config.run.id)
         served_version(config.serving.engine_url)
         self.served = ServedPolicy(config.serving, self.keys.trainer, self.folder / "weights")
@@ -254,7 +253,8 @@ class Run:
     def learn(self, batch: CreditedBatch, rollouts: list[Rollout], metrics: Metrics) -> Metrics:
         """One update: learner, durable checkpoint, commit."""
         started = time.monotonic()
-        metrics = metrics | batch_metrics(batch)
+        metrics = metrics | batch_metrics(batch) | self._sampler.metrics()
+        metrics |= turn_metrics(rollouts, batch.calls)
         self._probe_rows = list(batch.rows[:4])
         self._probe_before = call(self.learner.score, [scored_whole(row) for row in self._probe_rows])
         learnt = call(self.learner.update, batch.rows, policy_version=self.policy_version)
@@ -329,11 +329,10 @@ class Run:
         return {"gap/published_mean": proof.mean_gap, "gap/published_max": proof.max_gap} | moved
 
     def _set(self, index: int) -> list[list[Rollout]]:
-        """A set of tasks depends on seed and number alone, so that a restart asks for the same."""
-        count, size = self.config.rollout.groups_per_update, self.config.rollout.group_size
-        seed = random.Random(f"{self.config.run.seed}-{index}").getrandbits(31)
-        tasks = load_tasks(self.config.agent.tasks, "train", count, seed=seed, base_dir=self.config.base_dir)
-        rollouts = set_rollouts(self.config, index, tasks)
+        """The groups of a set of tasks; what is in the store already is asked for again as it is."""
+        turns = self.config.curriculum.turns_at(self.update_index)
+        rollouts = set_rollouts(self.config, index, self._sampler.tasks(index), turn_budget=turns)
+        size = self.config.rollout.group_size
         return [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
 
     def _why_empty(self, batch: CreditedBatch, rollouts: list[Rollout]) -> str:

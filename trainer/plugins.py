@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,37 @@ def load_tasks(spec: str, split: str, count: int, *, seed: int, base_dir: str = 
         tasks = tasks[:count]
     else:
         tasks = list(load_callable(spec, base_dir)(split, count, seed))
+    return _checked(tasks, spec, split)
+
+
+def load_pool(
+    spec: str, count: int | None, *, seed: int, least: int, base_dir: str = "."
+) -> list[dict[str, Any]]:
+    """All tasks that training draws from: those of a JSONL file, or `count` of a function, each once.
+
+    Raises:
+        ConfigError: There are fewer than `least`, a task has no `task_id`, or two have the same.
+    """
+    if spec.endswith(".jsonl"):
+        tasks = _tasks_from_file(Path(base_dir, spec), "train")
+    else:
+        tasks = list(load_callable(spec, base_dir)("train", count, seed))
+    ids = Counter(task["task_id"] for task in _checked(tasks, spec, "train"))
+    twice = next((task_id for task_id, times in ids.items() if times > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            f"{spec!r}: {ids[twice]} tasks have the id {twice!r}; success is remembered by id, so each task"
+            " needs its own"
+        )
+    if len(tasks) < least:
+        raise ConfigError(
+            f"{spec!r} has {len(tasks)} tasks of split 'train' for {least} groups an update, each of another"
+            " task; lower rollout.groups_per_update, or leave curriculum.sampling out"
+        )
+    return tasks
+
+
+def _checked(tasks: list[dict[str, Any]], spec: str, split: str) -> list[dict[str, Any]]:
     if not tasks:
         raise ConfigError(f"{spec!r} has no task of split {split!r}")
     for task in tasks:

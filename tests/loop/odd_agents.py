@@ -26,6 +26,8 @@ def run(task):
         return {"value": float("nan")}
     if what == "call":
         _call()
+    if what == "call until told to stop":
+        return {"calls": _until_told()}
     if what == "kill gateway":
         _call()
         if not (marker := Path(task["marker"])).exists():
@@ -40,11 +42,19 @@ def run(task):
     return {"text": what}
 
 
+def _until_told():
+    """Act for as long as the policy has something to do, at most 20 times."""
+    for number in range(20):
+        if _call(f"go {number}").json()["choices"][0]["message"]["content"] == "Enough.":
+            return number
+    return 20
+
+
 def _call(text="hello"):
     body = {"model": "none", "messages": [{"role": "user", "content": text}]}
     url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
     headers = {"authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
-    httpx.post(url, json=body, headers=headers, timeout=20).raise_for_status()
+    return httpx.post(url, json=body, headers=headers, timeout=20).raise_for_status()
 
 
 def _wait_until(condition):

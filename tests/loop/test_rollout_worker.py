@@ -14,6 +14,8 @@ import pytest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from spangrad.adapters.calls import calls_of
+from spangrad.credit.pipeline import is_truncated
+from spangrad.credit.transitions import acts
 from spangrad.errors import RolloutError
 from spangrad.store import open_store
 from spangrad.store.records import Rollout, RolloutStatus
@@ -50,13 +52,24 @@ def work(
     timeout_s=60.0,
     file=None,
     gateway=None,
+    turns=None,
     **settings,
 ):
-    """Run tasks once; returns their rollouts and rewards by task name. `settings` are of the worker."""
+    """Run tasks once, those in `turns` with so many; returns their rollouts and rewards by task name.
+
+    `settings` are of the worker.
+    """
     run_id = tmp_path.name
     store = open_store(hub.hub_url, hub.keys.trainer)
     rollouts = [
-        Rollout(rollout_id=f"{run_id}-{name}", task_id=name, run_id=run_id, task=task, max_attempts=2)
+        Rollout(
+            rollout_id=f"{run_id}-{name}",
+            task_id=name,
+            run_id=run_id,
+            task=task,
+            max_attempts=2,
+            turn_budget=(turns or {}).get(name),
+        )
         for name, task in tasks.items()
     ]
     store.enqueue(rollouts)
@@ -78,6 +91,7 @@ def work(
         log=str(tmp_path / "agent.log"),
         has_gateway=gateway is not None,
         policy_version=settings.get("policy_version"),
+        turns_reply="Enough.",
     )
     worker = RolloutWorker()
     try:
@@ -220,6 +234,45 @@ def work_while_the_gateway_is_killed(hub, tmp_path, whats, *, away_s=0.0, **sett
             wait_until(lambda: time.monotonic() > back_at or working.done())
             stack.start_gateway()  # here: it dies with the thread that starts it
             return working.result()
+
+
+def test_rollouts_have_their_turns_and_end_by_themselves(hub, tmp_path):
+    loop = {"what": "call until told to stop"}
+    with stub_engine() as engine, running_gateway(hub, engine) as url:
+        found, rewards, report = work(
+            hub, tmp_path, {"a": loop, "b": loop, "c": loop}, gateway=url, turns={"a": 3, "b": 0}
+        )
+    assert {name: rollout.output["calls"] for name, rollout in found.items()} == {"a": 3, "b": 0, "c": 20}
+    assert {name: rollout.turn_budget for name, rollout in found.items()} == {"a": 3, "b": 0, "c": None}
+    assert set(rewards) == {"a", "b", "c"} and report.failed_attempts == 0
+    store = open_store(hub.hub_url, hub.keys.trainer)
+    calls = {name: calls_of(store, [rollout.rollout_id]) for name, rollout in found.items()}
+    store.close()
+    assert {name: sum(acts(call) for call in made) for name, made in calls.items()} == {
+        "a": 3,
+        "b": 0,
+        "c": 20,
+    }
+    assert {name: is_truncated(found[name], made) for name, made in calls.items()} == {
+        "a": True,
+        "b": True,
+        "c": False,
+    }
+
+
+@contextmanager
+def running_gateway(hub, engine):
+    """A gateway with the hub's keys, as `spangrad gateway --keys` has them."""
+    config = GatewayConfig(
+        engine_url=engine.url,
+        store=hub.hub_url,
+        store_key=hub.keys.evaluator,
+        agent_key=hub.keys.agent,
+        operator_keys=[hub.keys.evaluator, hub.keys.trainer],
+        port=0,
+    )
+    with running(config) as url:
+        yield url
 
 
 def test_a_rollout_whose_gateway_was_killed_under_it_is_run_again(hub, tmp_path):

@@ -52,7 +52,7 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path):
         load_config(write(tmp_path, MINIMAL + "[rollout]\ngroupsize = 4\n"))
 
 
-SECTIONS = "known are run, agent, hub, serving, rollout, credit, preference, learner, eval"
+SECTIONS = "known are run, agent, hub, serving, rollout, curriculum, credit, preference, learner, eval"
 
 
 @pytest.mark.parametrize(

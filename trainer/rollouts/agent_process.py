@@ -53,6 +53,8 @@ class WorkerConfig:
     """False: `gateway_url` is no gateway but some other server that speaks OpenAI's API (an expert, say)."""
     reward_names: tuple[str, ...] = (DEFAULT_REWARD,)
     """Rewards that count; others are stored and told."""
+    turns_reply: str | None = None
+    """What the gateway answers beyond a rollout's last turn; None: an error."""
 
     @property
     def host_identity(self) -> tuple[object, ...]:

@@ -114,8 +114,8 @@ class Feeder:
             store: The hub.
             run_id: Whose rollouts.
             pace: How far they may run ahead.
-            make_set: Gives the groups of a set of tasks: of its number alone, so that a restart asks for the
-                same.
+            make_set: Gives the groups of a set of tasks, by its number and what the store knows: those that
+                are there as they are, so that a restart asks for the same.
             crew: Does them.
             worker: How, now.
             before_round: Called before anybody is sent: publishes the right weights if the engine serves

@@ -1,14 +1,16 @@
-"""What a rollout worker asks of the gateway: is the engine there, are all spans in the store.
+"""What a rollout worker asks of the gateway (is the engine there, are all spans in the store) and tells it.
 
-Knows the gateway's own routes. Knows no rollouts.
+Knows the gateway's own routes. Knows no queue.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import httpx
 
 from spangrad.errors import EngineError, RolloutError
+from spangrad.store.records import Rollout
 
 FLUSH_TIMEOUT_S = 60.0
 
@@ -41,6 +43,29 @@ def flush(gateway_url: str, key: str | None) -> tuple[bool, GatewayState]:
     said = reply.json()
     state = GatewayState(str(said["instance"]), int(said["spans"]["dropped"]))
     return reply.status_code == httpx.codes.OK, state
+
+
+def give_turns(gateway_url: str, key: str | None, rollouts: Sequence[Rollout], reply: str | None) -> None:
+    """Tell the gateway how many turns these attempts have, and what to answer beyond them (None: an error).
+
+    Raises:
+        httpx.HTTPError: No gateway answers.
+        RolloutError: It refuses.
+    """
+    given = [
+        {"rollout_id": one.rollout_id, "attempt": one.attempt, "turns": one.turn_budget}
+        for one in rollouts
+        if one.turn_budget is not None
+    ]
+    if not given:
+        return
+    body = {"rollouts": given, "reply": reply}
+    url = f"{gateway_url}/spangrad/budgets"
+    answer = httpx.post(url, json=body, headers=_headers(key), timeout=FLUSH_TIMEOUT_S)
+    if answer.status_code != httpx.codes.OK:
+        raise RolloutError(
+            f"the gateway at {gateway_url} gives rollouts no turns: {answer.status_code} {answer.text[:500]}"
+        )
 
 
 def what_is_down(gateway_url: str, key: str | None = None) -> str | None:

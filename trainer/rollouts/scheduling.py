@@ -27,6 +27,7 @@ from spangrad.store.records import Rollout, RolloutStatus
 from spangrad.trainer.cluster import wait_for
 from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
+from spangrad.trainer.rollouts.names import group_id, rollout_id
 from spangrad.trainer.rollouts.worker import RolloutWorker, WorkerReport
 
 logger = logging.getLogger(__name__)
@@ -52,21 +53,28 @@ class RunKeys:
         return cls(agent=keys.agent, evaluator=keys.evaluator, trainer=keys.trainer)
 
 
-def set_rollouts(config: TrainConfig, set_index: int, tasks: Sequence[dict[str, Any]]) -> list[Rollout]:
-    """The rollouts of one set of tasks: `group_size` of each task."""
-    stem = f"{config.run.id}-u{set_index:05d}"
+def set_rollouts(
+    config: TrainConfig,
+    set_index: int,
+    tasks: Sequence[dict[str, Any]],
+    *,
+    turn_budget: int | None = None,
+) -> list[Rollout]:
+    """The rollouts of one set of tasks: `group_size` of each task, with so many turns."""
     return [
         Rollout(
-            rollout_id=f"{stem}-g{g:03d}-m{m:02d}",
+            rollout_id=rollout_id(group, member),
             task_id=task["task_id"],
-            group_id=f"{stem}-g{g:03d}",
+            group_id=group,
             run_id=config.run.id,
             task=task,
             max_attempts=config.agent.max_attempts,
             split="train",
+            turn_budget=turn_budget,
         )
-        for g, task in enumerate(tasks)
-        for m in range(config.rollout.group_size)
+        for place, task in enumerate(tasks)
+        for group in (group_id(config.run.id, set_index, place),)
+        for member in range(config.rollout.group_size)
     ]
 
 
@@ -101,6 +109,7 @@ def worker_config(
         env=config.agent.env,
         engine_wait_s=config.serving.engine_wait_s,
         reward_names=tuple(config.credit.reward_weights),
+        turns_reply=config.curriculum.turns_reply,
     )
 
 

@@ -4,6 +4,7 @@ A worker is a Ray actor. It holds the evaluator's key and starts the agent in a 
 process (`spangrad.trainer.rollouts.agent_host`) that holds the agent's key only. Grading
 happens here, after the rollout has ended.
 
+* The gateway knows how many turns a rollout has before its agent gets the task.
 * A rollout is finished only after its spans are durable in the store, the agent's and the gateway's.
 * A gateway that was restarted or that dropped spans in mid-rollout may have lost calls: the attempt
   is run again. A restart is free, `FREE_GATEWAY_RETRIES` times a rollout; a drop uses the attempt up, as
@@ -26,7 +27,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +38,7 @@ from spangrad.store import open_store
 from spangrad.store.base import Store
 from spangrad.store.records import Reward, Rollout, RolloutStatus
 from spangrad.trainer.rollouts.agent_process import AgentProcess, WorkerConfig
-from spangrad.trainer.rollouts.gateway_client import GatewayState, flush, wait_for_engine
+from spangrad.trainer.rollouts.gateway_client import GatewayState, flush, give_turns, wait_for_engine
 from spangrad.trainer.rollouts.grading import other_names_told, rewards_given
 from spangrad.trainer.serving.publish import served_version
 from spangrad.user_code import load_callable
@@ -173,6 +174,8 @@ class RolloutWorker:
         for rollout in claimed:
             until = time.monotonic() + self._config.timeout_s
             self._running[rollout.rollout_id] = _Attempt(rollout, until, self._gateway)
+        self._give_turns(claimed)
+        for rollout in claimed:
             self._agent_host().send(
                 {
                     "run": {
@@ -212,6 +215,19 @@ class RolloutWorker:
                 self._abandoned[key] = self._running.pop(key[0])
                 self._report.lost_leases += 1
                 logger.warning("%s: %s, attempt %d, is no longer this worker's", self._name, *key)
+
+    def _give_turns(self, rollouts: Sequence[Rollout]) -> None:
+        """Have the gateway know how many turns they have before their agents can take one."""
+        config = self._config
+        while config.has_gateway:
+            began = time.monotonic()
+            try:
+                give_turns(config.gateway_url, config.evaluator_key, rollouts, config.turns_reply)
+            except httpx.HTTPError as error:
+                logger.warning("%s: the gateway takes no turns of rollouts: %s", self._name, error)
+                self._wait_for_engine(began)
+            else:
+                return
 
     def _agent_host(self) -> AgentProcess:
         if self._host is not None and self._host.identity != self._config.host_identity:
