@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from spangrad.adapters.calls import calls_of
 from spangrad.adapters.model_call import ModelCall
+from spangrad.adapters.purpose import NO_TURN_LEFT
 from spangrad.store.base import Store
 
 _CURRENT: Final = """
@@ -25,6 +26,7 @@ ORDER BY c.start_ns DESC, c.call_id DESC LIMIT $limit
 """
 _COUNT: Final = f"SELECT count(*) AS calls {_CURRENT}"
 _COUNTS: Final = f"SELECT c.rollout_id, count(*) AS calls {_CURRENT} GROUP BY 1"
+_OUT_OF_TURNS: Final = f"SELECT DISTINCT c.rollout_id {_CURRENT} AND c.purpose_reason = $reason"
 
 
 def newest_calls(
@@ -63,6 +65,18 @@ def calls_by_rollout(store: Store, rollout_ids: Sequence[str]) -> Counter[str]:
     counts = Counter({row["rollout_id"]: row["calls"] for row in rows})
     counts.update(call.rollout_id for call in unread if call.rollout_id is not None)
     return counts
+
+
+def out_of_turns(store: Store, rollout_ids: Sequence[str]) -> set[str]:
+    """Those of these rollouts whose turns did not suffice."""
+    unread, traces_unread = _unread_calls(store, rollout_ids)
+    given = {"rollouts": list(rollout_ids), "unread": traces_unread, "reason": NO_TURN_LEFT}
+    found = {str(row["rollout_id"]) for row in _rows(store, _OUT_OF_TURNS, given)}
+    return found | {
+        call.rollout_id
+        for call in unread
+        if call.rollout_id is not None and call.purpose_reason == NO_TURN_LEFT
+    }
 
 
 def _unread_calls(store: Store, rollout_ids: Sequence[str] | None) -> tuple[list[ModelCall], list[str]]:

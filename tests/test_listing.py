@@ -15,7 +15,10 @@ from spangrad.adapters import account_unread, ingest
 from spangrad.cli import app
 from spangrad.store import open_store
 from spangrad.store.file_store import FileStore
+from spangrad.store.otlp import encode_request
 from spangrad.store.records import Reward, Rollout, RolloutStatus
+from spangrad.tracer import conventions as c
+from tests.adapters.building import span, text_attributes
 from tests.adapters.captured import FIXTURES
 from tests.command_line import PROMPT, SAMPLED, ingested, listed, recorded, spangrad
 
@@ -44,6 +47,28 @@ def test_rollouts_as_json_lines(store: str) -> None:
     assert (first["reward"], second["reward"]) == (1.0, 0.0)
     assert first["calls"] == 1
     assert first["trained_by_update"] is None
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_rollouts_show_their_turns_and_which_were_cut_off(tmp_path: Path, is_read: bool) -> None:
+    path = str(tmp_path / "store.duckdb")
+    with FileStore(path) as opened:
+        opened.enqueue([Rollout("r-1", turn_budget=1), Rollout("r-2", turn_budget=1), Rollout("r-3")])
+        for number, rollout in enumerate(opened.claim(worker="w", limit=3), start=1):
+            opened.put_otlp(recorded(rollout.rollout_id, number))
+        own = {**text_attributes(), c.ROLLOUT_ID: "r-2", c.SYNTHETIC: c.NO_TURN_LEFT}
+        opened.put_otlp(encode_request([span("x", trace="9", scope=c.SCOPE_GATEWAY, attributes=own)]))
+        if is_read:
+            account_unread(opened)
+    rows = listed("rollouts", "--store", path, "--json")
+    assert [(row["turn_budget"], row["out_of_turns"]) for row in rows] == [
+        (1, False),
+        (1, True),
+        (None, False),
+    ]
+    done = CliRunner().invoke(app, ["rollouts", "--store", path])
+    head, *lines = [line.split("\t") for line in done.stdout.splitlines()]
+    assert [line[head.index("turns")] for line in lines] == ["1", "1, cut off", "-"]
 
 
 def test_a_listing_into_a_pipe_is_plain_tab_separated(store: str) -> None:

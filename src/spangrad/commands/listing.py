@@ -41,8 +41,9 @@ def rollouts(
 ) -> None:
     """List rollouts: task, status, attempt, reward, number of model calls, the update that trained on them.
 
-    The reward is the one that trains: of authors that a trainer trusts. Of a traceback the last line is
-    shown; --json has all of it.
+    The reward is the one that trains: of authors that a trainer trusts. Where rollouts have a number of
+    turns, it is shown, and which were cut off by it. Of a traceback the last line is shown; --json has all
+    of it.
     `spangrad sql` asks the store anything else.
     """
     from spangrad.credit.rewards import DEFAULT_AUTHORS
@@ -58,8 +59,13 @@ def rollouts(
         print_json(rows)
     elif rows:
         columns = ("rollout", "task", "status", "attempt", "reward", "calls", "trained_by_update", "error")
-        brief = [row | {"error": one.brief_failure} for row, one in zip(rows, shown, strict=True)]
-        print_rows(columns, brief, right=columns[3:7])
+        brief = [
+            row | {"error": one.brief_failure, "turns": _turns(row)}
+            for row, one in zip(rows, shown, strict=True)
+        ]
+        if any(row["turns"] for row in brief):
+            columns = (*columns[:6], "turns", *columns[6:])
+        print_rows(columns, brief, right=columns[3:-1])
 
 
 def calls(
@@ -131,7 +137,7 @@ def _calls(
 
 
 def _rollout_rows(store: "Store", found: "Sequence[Rollout]", authors: Sequence[str]) -> list[dict[str, Any]]:
-    from spangrad.adapters.listing import calls_by_rollout
+    from spangrad.adapters.listing import calls_by_rollout, out_of_turns
     from spangrad.credit.rewards import by_rollout, rewards_of
 
     if not found:
@@ -139,12 +145,15 @@ def _rollout_rows(store: "Store", found: "Sequence[Rollout]", authors: Sequence[
     ids = [rollout.rollout_id for rollout in found]
     given = by_rollout(store.rewards(ids))
     counts = calls_by_rollout(store, ids)
+    held = [rollout.rollout_id for rollout in found if rollout.turn_budget is not None]
+    cut = out_of_turns(store, held) if held else set()
     rows: list[dict[str, Any]] = []
     idle: Counter[str] = Counter()
     for rollout in found:
         rewards = given.get(rollout.rollout_id, ())
         outcome = rewards_of(rollout, rewards, (), authors=authors).outcome
-        rows.append(_rollout_row(rollout, outcome, counts[rollout.rollout_id]))
+        row = _rollout_row(rollout, outcome, counts[rollout.rollout_id])
+        rows.append(row | {"out_of_turns": rollout.rollout_id in cut})
         if outcome is None:
             current = [one for one in rewards if one.attempt in (None, rollout.attempt) and not one.call_id]
             idle.update({f"{one.name!r} of author {one.author}" for one in current})
@@ -167,10 +176,16 @@ def _rollout_row(rollout: "Rollout", reward: float | None, calls: int) -> dict[s
         "attempt": rollout.attempt,
         "reward": reward,
         "calls": calls,
+        "turn_budget": rollout.turn_budget,
         "trained_by_update": rollout.consumed_by,
         "error_type": rollout.error_type,
         "error": rollout.failure,
     }
+
+
+def _turns(row: dict[str, Any]) -> str | None:
+    budget = row["turn_budget"]
+    return None if budget is None else f"{budget}, cut off" if row["out_of_turns"] else str(budget)
 
 
 def _length(values: Sequence[Any] | None) -> int | None:
