@@ -89,7 +89,8 @@ def messages(gpt: openai.OpenAI, claude: anthropic.Anthropic, is_stream: bool) -
     if is_stream:
         with claude.messages.stream(**asked) as stream:
             return stream.get_final_text()
-    return claude.messages.create(**asked).content[0].text  # type: ignore[union-attr]
+    (block,) = claude.messages.create(**asked).content
+    return str(block.text)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -221,7 +222,8 @@ def test_an_agent_on_this_machine_gives_no_turns_where_there_are_keys(start_gate
     gateway = start_gateway(agent_key="sk-agents-0123456789", operator_keys=[OPERATOR])
     mine = {"authorization": "Bearer sk-agents-0123456789"}
     give(gateway.url, 1, key=OPERATOR).raise_for_status()
-    for key in ({}, {"key": "sk-agents-0123456789"}, {"key": "other"}):
+    keys: tuple[dict[str, Any], ...] = ({}, {"key": "sk-agents-0123456789"}, {"key": "other"})
+    for key in keys:
         assert give(gateway.url, 100, **key).status_code == 403
         assert give(gateway.url, 100, attempt=1, **key).status_code == 403
     assert [is_beyond(ask(gateway.url, headers=mine)) for _ in range(2)] == [False, True]

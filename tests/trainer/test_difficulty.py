@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from spangrad.errors import CreditError
 from spangrad.trainer.curriculum.difficulty import (
+    Floats,
     chance_in_band,
     draw,
     drawing_chances,
@@ -20,8 +21,10 @@ COUNTS = st.lists(st.tuples(st.floats(0, 300), st.floats(0, 300)), min_size=1, m
 BANDS = st.tuples(st.floats(0, 0.9), st.floats(0.05, 1.0)).filter(lambda band: band[0] + 0.05 < band[1])
 
 
-def counts(*pairs):
-    return tuple(np.array(column, dtype=np.float64) for column in zip(*pairs, strict=True))
+def counts(*pairs) -> tuple[Floats, Floats]:
+    """Successes and failures."""
+    columns = np.array(pairs, dtype=np.float64)
+    return columns[:, 0], columns[:, 1]
 
 
 def test_nothing_known_is_as_likely_in_the_band_as_the_band_is_wide():

@@ -58,13 +58,13 @@ def rollouts(
     if as_json:
         print_json(rows)
     elif rows:
-        columns = ("rollout", "task", "status", "attempt", "reward", "calls", "trained_by_update", "error")
+        columns = ["rollout", "task", "status", "attempt", "reward", "calls", "trained_by_update", "error"]
         brief = [
             row | {"error": one.brief_failure, "turns": _turns(row)}
             for row, one in zip(rows, shown, strict=True)
         ]
         if any(row["turns"] for row in brief):
-            columns = (*columns[:6], "turns", *columns[6:])
+            columns.insert(6, "turns")
         print_rows(columns, brief, right=columns[3:-1])
 
 
