@@ -13,6 +13,7 @@ from spangrad.store.records import (
     RewardAuthor,
     Rollout,
     RolloutStatus,
+    RunEvent,
     Span,
     UnreadTrace,
     Update,
@@ -202,6 +203,17 @@ class Store(Protocol):
 
     def put_metrics(self, run_id: str, update_index: int, metrics: Mapping[str, float]) -> None:
         """Add numbers to a committed update, those of its publish, say; a known name is replaced."""
+        ...
+
+    def put_events(self, events: Sequence[RunEvent]) -> int:
+        """Record what monitors saw in committed updates; of an update and monitor the first stands.
+
+        Returns how many nobody had recorded before.
+        """
+        ...
+
+    def events(self, run_id: str | None = None) -> list[RunEvent]:
+        """What monitors saw, in order of updates."""
         ...
 
     def commit_update(self, update: Update) -> bool:

@@ -26,6 +26,7 @@ from spangrad.store.records import (
     RewardAuthor,
     Rollout,
     RolloutStatus,
+    RunEvent,
     Span,
     UnreadTrace,
     Update,
@@ -258,6 +259,17 @@ class HubClient:
         """Add numbers to a committed update, those of its publish, say; a known name is replaced."""
         arguments = {"run_id": run_id, "update_index": update_index, "metrics": dict(metrics)}
         self._call("put_metrics", arguments)
+
+    def put_events(self, events: Sequence[RunEvent]) -> int:
+        """Record what monitors saw in committed updates; of an update and monitor the first stands.
+
+        Returns how many nobody had recorded before.
+        """
+        return int(self._call("put_events", {"events": [record_to_wire(event) for event in events]}))
+
+    def events(self, run_id: str | None = None) -> list[RunEvent]:
+        """What monitors saw, in order of updates."""
+        return records_from_wire(RunEvent, self._call("events", {"run_id": run_id}))
 
     def put_calls(
         self,

@@ -24,6 +24,7 @@ from spangrad.store.records import (
     RewardAuthor,
     Rollout,
     RolloutStatus,
+    RunEvent,
     Span,
     UnreadTrace,
     Update,
@@ -390,6 +391,19 @@ class FileStore:
         """Add numbers to a committed update, those of its publish, say; a known name is replaced."""
         with self._database.transaction() as con:
             ledger.put_metrics(con, run_id, update_index, metrics)
+
+    def put_events(self, events: Sequence[RunEvent]) -> int:
+        """Record what monitors saw in committed updates; of an update and monitor the first stands.
+
+        Returns how many nobody had recorded before.
+        """
+        with self._database.transaction() as con:
+            return ledger.put_events(con, events)
+
+    def events(self, run_id: str | None = None) -> list[RunEvent]:
+        """What monitors saw, in order of updates."""
+        with self._database.snapshot() as con:
+            return ledger.select_events(con, run_id)
 
     def put_calls(
         self,

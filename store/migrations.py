@@ -144,6 +144,16 @@ def m014_turn_budgets(con: duckdb.DuckDBPyConnection) -> None:
     con.execute("ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turn_budget INTEGER")
 
 
+def m015_events(con: duckdb.DuckDBPyConnection) -> None:
+    """What monitors saw in updates."""
+    con.execute(
+        "CREATE TABLE IF NOT EXISTS events (run_id VARCHAR NOT NULL, update_index INTEGER NOT NULL, "
+        "monitor VARCHAR NOT NULL, value DOUBLE NOT NULL, threshold DOUBLE NOT NULL, "
+        "action VARCHAR NOT NULL, text VARCHAR NOT NULL, time_ns BIGINT NOT NULL, "
+        "PRIMARY KEY (run_id, update_index, monitor))"
+    )
+
+
 MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m001_initial,
     m002_place_of_calls,
@@ -159,6 +169,7 @@ MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m012_users,
     m013_lineage,
     m014_turn_budgets,
+    m015_events,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

@@ -11,7 +11,7 @@ from spangrad.errors import StoreError
 from spangrad.store.checking import check_arguments
 from spangrad.store.file_store import FileStore
 from spangrad.store.keys import Role
-from spangrad.store.records import Ending, Policy, Reward, RewardAuthor, Rollout, Update
+from spangrad.store.records import Ending, Policy, Reward, RewardAuthor, Rollout, RunEvent, Update
 from spangrad.store.wire import record_from_wire, record_to_wire, records_from_wire, status_from_wire
 
 Arguments = dict[str, Any]
@@ -102,6 +102,14 @@ def _put_metrics(store: FileStore, arguments: Arguments, role: Role) -> None:
     store.put_metrics(**arguments)
 
 
+def _put_events(store: FileStore, arguments: Arguments, role: Role) -> int:
+    return store.put_events(records_from_wire(RunEvent, arguments.get("events")))
+
+
+def _events(store: FileStore, arguments: Arguments, role: Role) -> list[dict[str, Any]]:
+    return [record_to_wire(event) for event in store.events(**arguments)]
+
+
 def _put_calls(store: FileStore, arguments: Arguments, role: Role) -> int:
     return store.put_calls(**arguments)
 
@@ -147,6 +155,7 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     "claim": Operation(Role.EVALUATOR, _claim),
     "commit_update": Operation(Role.TRAINER, _commit_update),
     "enqueue": Operation(Role.TRAINER, _enqueue),
+    "events": Operation(Role.EVALUATOR, _events),
     "finish": Operation(Role.EVALUATOR, _finish),
     "finish_many": Operation(Role.EVALUATOR, _finish_many),
     "give_up": Operation(Role.TRAINER, _give_up),
@@ -154,6 +163,7 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     "last_update": Operation(Role.EVALUATOR, _last_update),
     "mark_read": Operation(Role.TRAINER, _mark_read),
     "policies": Operation(Role.EVALUATOR, _policies),
+    "put_events": Operation(Role.TRAINER, _put_events),
     "put_metrics": Operation(Role.TRAINER, _put_metrics),
     "put_call_keys": Operation(Role.TRAINER, _put_call_keys),
     "put_calls": Operation(Role.TRAINER, _put_calls),

@@ -296,6 +296,22 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
+class RunEvent:
+    """What a monitor saw in an update of a run."""
+
+    run_id: str
+    update_index: int
+    monitor: str
+    value: float
+    """In the unit of the threshold."""
+    threshold: float
+    action: str
+    """What is done about it: `warn` or `pause`."""
+    text: str
+    time_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """One published version of a policy."""
 

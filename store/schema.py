@@ -360,6 +360,24 @@ METRICS = Table(
     ),
 )
 
+EVENTS = Table(
+    "events",
+    "What monitors saw in the updates of a run, and what was done about it.",
+    (
+        Column("run_id", "VARCHAR", "training run"),
+        Column("update_index", "INTEGER", "update"),
+        Column("monitor", "VARCHAR", "name of the monitor: a setting of the section [monitor]"),
+        Column("value", "DOUBLE", "what it measured, in the unit of its threshold"),
+        Column("threshold", "DOUBLE", "its threshold at that time"),
+        Column("action", "VARCHAR", "warn or pause"),
+        Column(
+            "text", "VARCHAR", "what it saw, with examples; empty where a rollout of the update was deleted"
+        ),
+        Column("time_ns", "BIGINT", "Unix time, ns"),
+    ),
+    key=("run_id", "update_index", "monitor"),
+)
+
 ARCHIVES = Table(
     "archives",
     "Parquet files beside the store's file that hold old spans, log records and messages.",
@@ -415,6 +433,7 @@ TABLES = (
     UPDATE_SAMPLES,
     UPDATE_READS,
     METRICS,
+    EVENTS,
     ARCHIVES,
     ARCHIVED_TRACES,
     ARCHIVED_OWNERS,

@@ -133,4 +133,15 @@ GRADES = View(
     """,
 )
 
-VIEWS = (STEPS, TOOLS, TOOL_ERRORS, LINEAGE, TRUSTED_REWARDS, OUTCOMES, GRADES)
+ALARMS = View(
+    "alarms",
+    "What monitors saw in updates, the newest first, with the version that the update made and its folder.",
+    """
+    SELECT e.run_id, e.update_index, e.monitor, e.action, e.value, e.threshold, e.text,
+      u.policy_version AS trained_version, u.checkpoint, TRY(make_timestamp_ns(e.time_ns)) AS seen
+    FROM events e LEFT JOIN updates u USING (run_id, update_index)
+    ORDER BY e.time_ns DESC, e.run_id, e.update_index DESC, e.monitor
+    """,
+)
+
+VIEWS = (STEPS, TOOLS, TOOL_ERRORS, LINEAGE, TRUSTED_REWARDS, OUTCOMES, GRADES, ALARMS)

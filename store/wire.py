@@ -29,6 +29,7 @@ from spangrad.store.records import (
     RewardAuthor,
     Rollout,
     RolloutStatus,
+    RunEvent,
     Span,
     UnreadTrace,
     Update,
@@ -36,7 +37,9 @@ from spangrad.store.records import (
     UpdateSample,
 )
 
-Record = TypeVar("Record", Rollout, Ending, Reward, Update, Policy, UpdateSample, UpdateRead, UnreadTrace)
+Record = TypeVar(
+    "Record", Rollout, Ending, Reward, Update, Policy, RunEvent, UpdateSample, UpdateRead, UnreadTrace
+)
 
 SPANS_TYPE: Final = "application/x-spangrad-spans"
 LOGS_TYPE: Final = "application/x-spangrad-logs"
@@ -45,7 +48,9 @@ _SPANS_PER_FRAME: Final = 64
 _END: Final = _SIZE.pack(0) * 2
 
 
-def record_to_wire(record: Rollout | Ending | Reward | Update | Policy | UnreadTrace) -> dict[str, Any]:
+def record_to_wire(
+    record: Rollout | Ending | Reward | Update | Policy | RunEvent | UnreadTrace,
+) -> dict[str, Any]:
     """A record as a dict for `encode_json`."""
     return asdict(record)
 

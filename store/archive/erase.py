@@ -3,7 +3,8 @@
 Knows every table of the store, by the names of its columns. Whole units go (`units.py`). Invariants:
 
 * what names a trace, a rollout or a call that goes, goes too, in the tables and in the archive;
-* tasks and messages go with the last that used them; updates and metrics stay as numbers, without the ids;
+* tasks and messages go with the last that used them; updates, metrics and events stay as numbers, without
+  the ids and without text;
 * a dry run does the same and takes it back, so it counts what would go;
 * what is wholly or in part in a damaged partition stays whole, so that the same selection finds it again.
 
@@ -201,11 +202,12 @@ def _delete(con: duckdb.DuckDBPyConnection, selection: Selection, erased: Erased
 
 
 def _forget_ids(con: duckdb.DuckDBPyConnection, rollout_ids: Sequence[str]) -> int:
-    """Take rollouts out of the lists of what updates consumed. Returns of how many updates."""
+    """Take rollouts out of what updates consumed, and what events quote. Returns of how many updates."""
     gone = set(rollout_ids)
     sql = "SELECT run_id, update_index, rollout_ids FROM updates WHERE list_has_any(rollout_ids, ?)"
     found = con.execute(sql, [sorted(gone)]).fetchall()
     for run_id, index, consumed in found:
+        con.execute("UPDATE events SET text = '' WHERE run_id = ? AND update_index = ?", [run_id, index])
         con.execute(
             "UPDATE updates SET rollout_ids = ?::VARCHAR[] WHERE run_id = ? AND update_index = ?",
             [[one for one in consumed if one not in gone], run_id, index],

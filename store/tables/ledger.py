@@ -1,11 +1,12 @@
-"""The trainer's books: updates with what they consumed, published policies, call summaries.
+"""The trainer's books: updates with what they consumed, published policies, events, call summaries.
 
-Knows the tables `updates`, `update_samples`, `update_reads`, `metrics`, `policies`, `calls`, `unknown_calls`.
-Invariants:
+Knows the tables `updates`, `update_samples`, `update_reads`, `metrics`, `events`, `policies`, `calls` and
+`unknown_calls`. Invariants:
 
 * an update is there with all its samples, reads, metrics and consumed rollouts, or not at all;
 * indexes of a run count 0, 1, 2, ... without a gap;
-* a rollout is consumed by at most one update.
+* a rollout is consumed by at most one update;
+* a monitor has at most one event of an update: the first stands.
 """
 
 import time
@@ -17,9 +18,10 @@ import duckdb
 
 from spangrad.errors import StoreError
 from spangrad.store.encoding import decode_json, encode_json
-from spangrad.store.records import Policy, Update, UpdateRead, UpdateSample
+from spangrad.store.records import Policy, RunEvent, Update, UpdateRead, UpdateSample
 from spangrad.store.schema import (
     CALLS,
+    EVENTS,
     METRICS,
     POLICIES,
     UNKNOWN_CALLS,
@@ -73,14 +75,35 @@ def put_metrics(
     con: duckdb.DuckDBPyConnection, run_id: str, update_index: int, metrics: Mapping[str, float]
 ) -> None:
     """Add numbers to a committed update; a name that is there is replaced."""
-    place = [run_id, update_index]
-    if not con.execute("SELECT 1 FROM updates WHERE run_id = ? AND update_index = ?", place).fetchall():
-        raise StoreError(f"there is no update {update_index} of run {run_id!r}; commit it first")
+    place = _known_update(con, run_id, update_index)
     con.execute(
         "DELETE FROM metrics WHERE run_id = ? AND update_index = ? AND name IN (SELECT unnest(?::VARCHAR[]))",
         [*place, list(metrics)],
     )
     _insert_metrics(con, run_id, update_index, metrics)
+
+
+def put_events(con: duckdb.DuckDBPyConnection, events: Sequence[RunEvent]) -> int:
+    """Record what monitors saw in committed updates. Returns how many nobody had recorded before."""
+    for run_id, index in {(event.run_id, event.update_index) for event in events}:
+        _known_update(con, run_id, index)
+    rows = [asdict(replace(event, time_ns=event.time_ns or time.time_ns())) for event in events]
+    return insert_rows(con, EVENTS, rows, conflict="ignore")
+
+
+def select_events(con: duckdb.DuckDBPyConnection, run_id: str | None) -> list[RunEvent]:
+    """Events by run, update and monitor."""
+    where = "" if run_id is None else " WHERE run_id = $run"
+    given = {} if run_id is None else {"run": run_id}
+    sql = f"SELECT * FROM events{where} ORDER BY run_id, update_index, monitor"
+    return [RunEvent(**row) for row in select_dicts(con, sql, given)]
+
+
+def _known_update(con: duckdb.DuckDBPyConnection, run_id: str, update_index: int) -> list[Any]:
+    place = [run_id, update_index]
+    if not con.execute("SELECT 1 FROM updates WHERE run_id = ? AND update_index = ?", place).fetchall():
+        raise StoreError(f"there is no update {update_index} of run {run_id!r}; commit it first")
+    return place
 
 
 def _insert_metrics(

@@ -23,6 +23,7 @@ from spangrad.store.records import (
     LogRecord,
     Reward,
     Rollout,
+    RunEvent,
     Span,
     SpanEvent,
     Update,
@@ -112,6 +113,7 @@ def fill(path: Path, marks: Sequence[str], user: object = "42") -> None:
             store.commit_update(
                 Update("run", number, 1, consumed, [sample], {"loss": 0.25}, "c", reads=reads)
             )
+            store.put_events([RunEvent("run", number, "flattery", 0.4, 0.3, "warn", f"said {mark}")])
 
 
 def removed(path: Path, attributes: list[tuple[str, str]]) -> Erased:
@@ -166,6 +168,7 @@ def test_a_user_is_gone_from_database_log_and_archive(tmp_path: Path, user: obje
             (0, ["other-1"], [], {"loss": 0.25}),
             (1, ["other-5"], [], {"loss": 0.25}),
         ]
+        assert [(event.value, event.text) for event in store.events()] == [(0.4, ""), (0.4, "")]
 
 
 def test_without_the_rewrite_bytes_would_be_left(tmp_path: Path) -> None:

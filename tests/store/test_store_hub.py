@@ -30,6 +30,7 @@ from spangrad.store.records import (
     Reward,
     Rollout,
     RolloutStatus,
+    RunEvent,
     Update,
     UpdateRead,
     UpdateSample,
@@ -89,6 +90,8 @@ def test_a_hub_and_a_file_answer_alike(hub: HubProcess, tmp_path: Path) -> None:
             )
             seen.append(store.rewards(["alike-0", "alike-1"]))
             seen.append([store.commit_update(update), store.commit_update(update)])
+            event = RunEvent("alike", 0, "gap", 0.5, 0.1, "warn", "wide \N{EN DASH} gap", time_ns=4)
+            seen += [store.put_events([event]), store.put_events([event]), store.events("alike")]
             store.put_policy(Policy("alike", 1, "p", time_ns=3))
             seen += [store.policies("alike"), repr(store.updates("alike")), repr(store.last_update("alike"))]
             seen += [len(store.updates("alike", update_index=index)) for index in (0, 1)]

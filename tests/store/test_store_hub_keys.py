@@ -71,6 +71,8 @@ def test_an_agent_can_send_spans_and_nothing_else(locked_hub: HubProcess, keys: 
             lambda: agent.put_policy(Policy("run", 1, "p")),
             lambda: agent.policies(),
             lambda: agent.updates(),
+            lambda: agent.events(),
+            lambda: evaluator.put_events([]),
             lambda: evaluator.enqueue([Rollout("b")]),
             lambda: evaluator.requeue(["a"]),
             lambda: evaluator.give_up(["a"], error_type="E", error="e"),

@@ -6,7 +6,7 @@ import pytest
 
 from spangrad.errors import StoreError
 from spangrad.store.file_store import FileStore
-from spangrad.store.records import Policy, Rollout, Update, UpdateRead, UpdateSample
+from spangrad.store.records import Policy, Rollout, RunEvent, Update, UpdateRead, UpdateSample
 
 
 @pytest.fixture
@@ -119,3 +119,25 @@ def test_call_summaries_are_replaced_by_id_and_checked(store: FileStore) -> None
     assert found == [{"grade": "exact", "grade_reasons": [], "sampled_tokens": 5, "model": None}]
     with pytest.raises(StoreError, match=r"\['colour'\] are unknown, \['trace_id'\] are missing"):
         store.put_calls([{k: v for k, v in row.items() if k != "trace_id"} | {"colour": 1}])
+
+
+def test_a_monitor_has_one_event_of_an_update_and_the_first_stands(store: FileStore) -> None:
+    for index in range(2):
+        store.commit_update(update(index, [f"r{index}"]))
+    later = RunEvent("run", 1, "entropy", 0.04, 0.05, "pause", "entropy fell", time_ns=9)
+    first = RunEvent("run", 0, "gap", 0.2, 0.1, "warn", "the gap is wide", time_ns=8)
+    assert store.put_events([later, first]) == 2
+    assert store.put_events([RunEvent("run", 1, "entropy", 9.0, 9.0, "warn", "again", time_ns=10)]) == 0
+    assert store.put_events([]) == 0
+    assert store.events("run") == store.events() == [first, later]
+    assert store.events("other") == []
+
+
+def test_an_event_is_of_a_committed_update(store: FileStore) -> None:
+    store.commit_update(update(0, ["r0"]))
+    known, unknown = (RunEvent("run", index, "gap", 0.2, 0.1, "warn", "t") for index in (0, 1))
+    with pytest.raises(StoreError, match="no update 1 of run 'run'; commit it first"):
+        store.put_events([known, unknown])
+    assert store.events() == []
+    store.put_events([known])
+    assert store.events()[0].time_ns > 0

@@ -9,7 +9,7 @@ from spangrad.adapters.purpose import NO_TURN_LEFT
 from spangrad.store import SpanStore
 from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import encode_request
-from spangrad.store.records import Reward, RewardAuthor, Rollout, Span, Update, UpdateSample
+from spangrad.store.records import Reward, RewardAuthor, Rollout, RunEvent, Span, Update, UpdateSample
 from spangrad.store.views import VIEWS
 
 CALL = {
@@ -96,6 +96,18 @@ def test_lineage_leads_from_an_update_to_the_span(store):
     [row] = store.query("SELECT * EXCLUDE committed FROM lineage")
     assert (row["trained_version"], row["sampled_version"], row["span_id"]) == (4, 3, "2" * 16)
     assert (row["advantage"], row["trained_tokens"], row["step_name"]) == (0.5, 7, "plan")
+
+
+def test_alarms_show_the_newest_first_with_version_and_checkpoint(store):
+    for index in range(2):
+        store.commit_update(Update("run", index, index + 4, [], [], {}, f"folder/{index}"))
+        store.put_events([RunEvent("run", index, "gap", 0.2, 0.1, "warn", "wide", time_ns=index + 1)])
+    rows = store.query("SELECT * EXCLUDE (run_id, seen) FROM alarms")
+    assert [(row["update_index"], row["trained_version"], row["checkpoint"]) for row in rows] == [
+        (1, 5, "folder/1"),
+        (0, 4, "folder/0"),
+    ]
+    assert (rows[0]["monitor"], rows[0]["action"], rows[0]["value"]) == ("gap", "warn", 0.2)
 
 
 def test_outcomes_show_the_last_trusted_reward_of_each_name(store):
