@@ -246,7 +246,7 @@ def test_a_learner_applies_every_correction(updated):
         if name == "proximal":
             base = weights
         # The gap is of all tokens, also of those that a rule left out.
-        for key in ("gap/mean", "gap/max", "gap/tokens"):
+        for key in ("gap/mean", "gap/max", "gap/tokens", "policy/sample_share"):
             assert metrics[key] == pytest.approx(without[key], rel=1e-4), (name, key)
         trained, dropped = metrics["data/trained_tokens"], metrics["correction/dropped_tokens"]
         assert trained + dropped == without["data/trained_tokens"]

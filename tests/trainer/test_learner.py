@@ -115,6 +115,19 @@ def test_the_gap_shows_how_far_the_engine_was_off(make_learner):
     metrics = learner.update(rows)
     assert metrics["gap/mean"] == pytest.approx(0.25, abs=1e-4)
     assert metrics["gap/max"] == pytest.approx(0.25, abs=1e-4)
+    assert metrics["policy/sample_share"] == pytest.approx(1.0, abs=1e-6)  # all ratios are alike
+
+
+def test_the_sample_share_shows_how_many_tokens_carry_the_weight(make_learner):
+    learner = make_learner()
+    first, *others = on_policy(learner, rows_of(4))
+    rare = replace(first, behavior_logprobs=first.behavior_logprobs - np.float32(math.log(9)))
+    metrics = learner.update([rare, *others], policy_version=3)
+    many, few = (float(sum(row.action_mask.sum() for row in some)) for some in (others, [first]))
+    # ratios 9 and 1: (9 few + many)^2 / ((few + many) (81 few + many)), also of tokens of other versions
+    expected = (9 * few + many) ** 2 / ((few + many) * (81 * few + many))
+    assert metrics["policy/sample_share"] == pytest.approx(expected, rel=1e-4)
+    assert math.isnan(metrics["gap/mean"])
 
 
 def test_cutting_a_step_into_microbatches_gives_the_same_gradient_in_float64():

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from spangrad.errors import CreditError
@@ -24,3 +25,12 @@ def test_totals_weigh_means_by_their_counts():
     totals.maximum("c", -1.0)
     totals.maximum("c", -2.0)
     assert totals.metrics() == {"a": 3.0, "b": 5.0, "c": -1.0}
+
+
+def test_totals_give_the_effective_sample_size_of_all_weights_as_a_share():
+    totals = Totals()
+    totals.add_weights("share", np.array([1.0, 1.0]))
+    totals.add_weights("share", np.array([4.0, 0.0]))
+    totals.add_weights("empty", np.array([]))
+    # (1 + 1 + 4 + 0)^2 / (4 * (1 + 1 + 16 + 0)) = 36 / 72
+    assert totals.metrics() == {"share": 0.5}

@@ -8,6 +8,7 @@ from statistics import NormalDist
 from typing import SupportsFloat
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spangrad.errors import CreditError
 
@@ -46,6 +47,7 @@ class Totals:
         self._sums: dict[str, float] = {}
         self._weighted: dict[str, tuple[float, float]] = {}
         self._maxima: dict[str, float] = {}
+        self._sampled: dict[str, tuple[float, float, int]] = {}
 
     def add_sum(self, name: str, value: SupportsFloat) -> None:
         """Add to a sum."""
@@ -60,7 +62,22 @@ class Totals:
         """Fold in a value of which the largest counts."""
         self._maxima[name] = max(self._maxima.get(name, -math.inf), float(value))
 
+    def add_weights(self, name: str, weights: NDArray[np.float64]) -> None:
+        """Fold in importance weights of samples, of which the effective sample size counts, as a share.
+
+        (sum w)^2 / (n sum w^2)
+        """
+        total, squares, items = self._sampled.get(name, (0.0, 0.0, 0))
+        self._sampled[name] = (
+            total + float(weights.sum()),
+            squares + float(weights @ weights),
+            items + len(weights),
+        )
+
     def metrics(self) -> dict[str, float]:
-        """All sums, means over at least one item, and maxima."""
+        """All sums, means over at least one item, maxima, and shares of effective samples."""
         means = {name: total / items for name, (total, items) in self._weighted.items() if items}
-        return self._sums | means | self._maxima
+        shares = {
+            name: total**2 / (n * squares) for name, (total, squares, n) in self._sampled.items() if squares
+        }
+        return self._sums | means | self._maxima | shares

@@ -131,9 +131,11 @@ def measure_gap(
 ) -> None:
     """Add how far the engine's logprobs are from the learner's to `totals`.
 
-    `policy_M` must come from the weights that served the batch. Covers the tokens that `policy_version`
-    sampled alone, or all of them if that is None.
+    `policy_M` must come from the weights that served the batch. `gap/*` covers the tokens that
+    `policy_version` sampled alone, or all of them if that is None; `policy/sample_share` covers all.
     """
+    log_ratio_M = losses.log_ratio(policy_M, behavior_M, torch.ones_like(policy_M, dtype=torch.bool))
+    totals.add_weights("policy/sample_share", log_ratio_M.double().exp().cpu().numpy())
     gap_M = (policy_M - behavior_M).abs()
     if policy_version is not None:
         gap_M = gap_M[versions_M == policy_version]
