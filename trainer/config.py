@@ -10,6 +10,7 @@
     [preference]  which rollouts are better (spangrad.trainer.preference_config.PreferenceConfig)
     [learner]  optimizer and loss (spangrad.trainer.learning.learner.LearnerConfig)
     [eval]     held-out evaluation
+    [monitor]  what pauses a run, or warns (spangrad.trainer.monitoring.monitor_config.MonitorConfig)
 
 An unknown section or key is an error that names the nearest known one. Paths are relative to
 the folder of the TOML file. `--set learner.lr=1e-4` overrides one value, `--set credit={}` gives a section
@@ -32,6 +33,7 @@ from spangrad.credit.settings import check_values
 from spangrad.errors import ConfigError
 from spangrad.trainer.curriculum.curriculum_config import CurriculumConfig
 from spangrad.trainer.learning.learner_config import CriticConfig, LearnerConfig, require
+from spangrad.trainer.monitoring.monitor_config import MonitorConfig, check_monitors
 from spangrad.trainer.preference_config import PreferenceConfig, check_effects
 
 T = TypeVar("T")
@@ -247,6 +249,7 @@ class TrainConfig:
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
     base_dir: str = "."
     """Folder that relative paths start from."""
 
@@ -259,6 +262,13 @@ class TrainConfig:
             self.learner, self.credit, self.preference, is_weighed=is_weighed, group_size=group_size
         )
         self.curriculum.check(self.agent.tasks, self.rollout.groups_per_update)
+        check_monitors(
+            self.monitor,
+            objective=self.learner.objective,
+            uses_ratio=self.learner.uses_ratio,
+            rewards=self.credit.reward_weights,
+            eval_every=self.eval.every,
+        )
         require(
             self.learner.seed in (LearnerConfig().seed, self.run.seed),
             "learner.seed",

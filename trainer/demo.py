@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from spangrad.errors import ConfigError
 from spangrad.store import open_store
 from spangrad.store.base import Store
+from spangrad.store.records import RunEvent
 from spangrad.trainer.cluster import start_learner, start_ray
 from spangrad.trainer.config import TrainConfig, apply_override, build, build_run, to_dict
 from spangrad.trainer.evaluation import Evaluation, evaluate, values_of
@@ -89,6 +90,8 @@ class DemoResult:
     report: str
     warm_start: WarmStart
     history: list[Metrics]
+    events: list[RunEvent]
+    """What monitors saw."""
     gap_mean: float
     """Mean engine-to-learner logprob gap over all updates, nats."""
 
@@ -218,6 +221,7 @@ def _close_the_loop(
         report="",
         warm_start=None,  # type: ignore[arg-type]
         history=report.history,
+        events=store.events(config.run.id),
         gap_mean=sum(gaps) / len(gaps) if gaps else math.nan,
     )
 
@@ -344,6 +348,7 @@ def _write(result: DemoResult, config: TrainConfig, prepared: Prepared) -> DemoR
         config=to_dict(config),
         store=result.store,
         examples=result.examples,
+        events=result.events,
         notes=[
             f"{result.updates} updates, {result.minutes:.1f} minutes, seed {config.run.seed}.",
             f"The cloned expert itself succeeds on {result.warm_start.expert_success:.0%} of its"

@@ -40,6 +40,8 @@ from spangrad.trainer.crediting import Crediting, as_trained
 from spangrad.trainer.curriculum.sampler import TaskSampler, turn_metrics
 from spangrad.trainer.evaluation import Evaluation, evaluate
 from spangrad.trainer.learning import checkpoint
+from spangrad.trainer.monitoring.behavior import behavior_metrics
+from spangrad.trainer.monitoring.watch import Watch
 from spangrad.trainer.probe import probe_row, scored_whole
 from spangrad.trainer.replaying import made_of
 from spangrad.trainer.resuming import claim_folder, continues, load_keys, repair, update_from_json
@@ -109,6 +111,7 @@ class Run:
         self.store: Store = open_store(config.hub.url, self.keys.trainer)
         self._sampler = TaskSampler(config, self.store)
         self.store.last_update(config.run.id)
+        self.watch = Watch(self.store, config, tell=on_note)
         served_version(config.serving.engine_url)
         self.served = ServedPolicy(config.serving, self.keys.trainer, self.folder / "weights")
         self._weights = self._model
@@ -255,6 +258,7 @@ class Run:
         started = time.monotonic()
         metrics = metrics | batch_metrics(batch) | self._sampler.metrics()
         metrics |= turn_metrics(rollouts, batch.calls)
+        metrics |= behavior_metrics(batch.calls, rollouts, self.config.monitor.test_files)
         self._probe_rows = list(batch.rows[:4])
         self._probe_before = call(self.learner.score, [scored_whole(row) for row in self._probe_rows])
         learnt = call(self.learner.update, batch.rows, policy_version=self.policy_version)
@@ -368,9 +372,13 @@ def train(
         on_update: Called with (update index, metrics) after every update.
         on_note: Called with a line for the person who started the run: where it continues, why it ended.
         evaluate_after: Evaluate in between as `eval.every` says.
+
+    Raises:
+        PausedError: A monitor paused the run; all that was trained is kept.
     """
     report = TrainReport()
     with Run(config, keys, on_note=on_note) as run:
+        run.watch.check()
         while run.update_index < config.run.updates:
             try:
                 batch, rollouts, metrics = run.collect()
@@ -387,6 +395,7 @@ def train(
             report.history.append(metrics)
             if on_update is not None:
                 on_update(run.update_index - 1, metrics)
+            run.watch.check()
         report.updates = run.update_index
         report.policy_version = run.policy_version
     return report

@@ -1,7 +1,7 @@
 """The command `spangrad`.
 
 Knows the commands' names, their help and how they end: 0 if it worked, 1 with one line on standard error
-if it did not, 2 if the command line is wrong. Does not know what a command does.
+if it did not, 2 if the command line is wrong, 3 if a monitor paused a run. Does not know what a command does.
 
 * `spangrad --help` loads no torch, ray, vllm or duckdb.
 * Every `SpangradError` is one line, `spangrad: ...`; `spangrad --debug COMMAND` shows the traceback.
@@ -136,7 +136,7 @@ def main() -> None:
             raise
         sys.stdout.flush()
         print(f"spangrad: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader of our output has enough (`spangrad rollouts | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

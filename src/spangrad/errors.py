@@ -17,6 +17,7 @@
     +-- GradeError (ValueError)           an objective needs a better grade than the row has
     +-- EmptyBatchError (ValueError)      nothing in the batch can train anything
     |   +-- ConvergedError                ... any more: training may end here
+    +-- PausedError (RuntimeError)        a monitor paused the run; nothing is wrong with what was trained
     +-- BooksError (RuntimeError)         sampled tokens that are neither trained nor dropped: a bug of ours
     +-- PolicyError (RuntimeError)        a model folder that can't be loaded, or weights that don't fit it
     +-- EngineError (RuntimeError)        the inference engine failed, or did not start
@@ -30,9 +31,14 @@ Each also inherits the standard error that it refines, carries one sentence, and
 survives pickling (Ray sends errors between processes).
 """
 
+from typing import ClassVar
+
 
 class SpangradError(Exception):
     """Base of all errors raised by spangrad."""
+
+    exit_code: ClassVar[int] = 1
+    """What a command ends with that raises it."""
 
 
 class ConfigError(SpangradError, ValueError):
@@ -97,6 +103,12 @@ class EmptyBatchError(SpangradError, ValueError):
 
 class ConvergedError(EmptyBatchError):
     """The rollouts of each group have one reward, no worse than those before: nothing is left to learn."""
+
+
+class PausedError(SpangradError, RuntimeError):
+    """A monitor paused the run after an update; the same command goes on when it is told to."""
+
+    exit_code: ClassVar[int] = 3
 
 
 class BooksError(SpangradError, RuntimeError):

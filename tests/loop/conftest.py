@@ -75,10 +75,11 @@ class Ground:
         )
         return file
 
-    def start(self, config: Path) -> "subprocess.Popen[str]":
-        """`spangrad train CONFIG` in a process of its own."""
+    def start(self, config: Path, *changes: str) -> "subprocess.Popen[str]":
+        """`spangrad train CONFIG --set CHANGE ...` in a process of its own."""
+        options = [option for change in changes for option in ("--set", change)]
         return subprocess.Popen(
-            [sys.executable, "-m", "spangrad", "train", str(config)],
+            [sys.executable, "-m", "spangrad", "train", str(config), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -127,6 +127,21 @@ def test_a_finished_run_is_not_run_again(ground, finished_run):
     assert ground.store.query("SELECT count(*) AS n FROM rollouts") == before
 
 
+def test_a_monitor_pauses_the_command_and_the_run_goes_on_when_it_is_told_to(ground):
+    config, pausing = ground.config("paused", updates=2), ("monitor.gap=1e-12", "monitor.actions.gap=pause")
+    for _ in range(2):  # a supervisor that starts it again changes nothing
+        code, out, err = end(ground.start(config, *pausing))
+        assert code == 3, err
+        assert "run 'paused' is paused after update 0: monitor gap: logprobs of engine and learner" in err
+        assert [update.update_index for update in ground.store.updates("paused")] == [0]
+        assert served_version(ground.engine.url) == 1
+    code, out, err = end(ground.start(config, *pausing, "monitor.continue_after=0"))
+    assert code == 0 and "2 updates, policy version 2" in out, err
+    assert [(event.update_index, event.action) for event in ground.store.events("paused")] == [(0, "pause")]
+    first = ground.store.updates("paused")[0].metrics
+    assert 0 < first["policy/sample_share"] <= 1 and first["behavior/steps_mean"] >= 1
+
+
 def is_past(ground, process, updates):
     return process.poll() is not None or len(ground.store.updates("killed")) >= updates
 

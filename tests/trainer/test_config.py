@@ -21,6 +21,7 @@ from spangrad.trainer.config import (
 from spangrad.trainer.learning.corrections import CorrectionConfig
 from spangrad.trainer.learning.learner_config import CriticConfig, LearnerConfig
 from spangrad.trainer.learning.objectives import OBJECTIVES
+from spangrad.trainer.monitoring.monitor_config import MonitorConfig
 from spangrad.trainer.policies.warm_start import WarmStartConfig
 from spangrad.trainer.preference_config import PreferenceConfig
 
@@ -52,7 +53,9 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path):
         load_config(write(tmp_path, MINIMAL + "[rollout]\ngroupsize = 4\n"))
 
 
-SECTIONS = "known are run, agent, hub, serving, rollout, curriculum, credit, preference, learner, eval"
+SECTIONS = (
+    "known are run, agent, hub, serving, rollout, curriculum, credit, preference, learner, eval, monitor"
+)
 
 
 @pytest.mark.parametrize(
@@ -196,6 +199,24 @@ OUT_OF_RANGE = [
     (EvalConfig, "every", -1, "0 or more"),
     (EvalConfig, "tasks", 0, "1 or more"),
     (EvalConfig, "tasks_between", 0, "1 or more"),
+    *(
+        (MonitorConfig, name, value, "more than 0, less than 1, or none")
+        for name in (
+            "spread",
+            "entropy",
+            "first_steps",
+            "sample_share",
+            "clip",
+            "early_exits",
+            "test_edits",
+            "flattery",
+        )
+        for value in (0.0, 1.0)
+    ),
+    *((MonitorConfig, name, 0.0, "more than 0, or none") for name in ("gradient", "gap", "drift")),
+    *((MonitorConfig, name, 1.0, "more than 1, or none") for name in ("entropy_rise", "steps")),
+    (MonitorConfig, "min_history", 3, "4 or more"),
+    (MonitorConfig, "window", 7, "min_history, 8, or more"),
     *(
         (WarmStartConfig, name, 0, "1 or more")
         for name in ("rollouts", "steps", "batch_rows", "hidden", "layers", "heads", "vocab", "max_length")

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from spangrad.store.records import RunEvent
 from spangrad.trainer.reporting.report import (
     EvalResult,
     Example,
@@ -56,6 +57,7 @@ def test_nothing_of_a_trace_is_trusted_html() -> None:
         store=EVIL,
         config={EVIL: {EVIL: EVIL}},
         examples=[Example(title=EVIL, text=f"tool: {EVIL}", reward=1.0)],
+        events=[RunEvent("r", 0, EVIL, 0.5, 0.1, EVIL, EVIL)],
         updates=[{EVIL: 1.0, "reward/mean": 1.0}],
         cloning_curve=[{EVIL: 1.0, "eval/success_greedy": 0.5}],
     )
@@ -90,6 +92,13 @@ def test_unknown_numbers_are_left_out_and_never_drawn_as_zero() -> None:
     assert lines["train reward"] == [0.5, 0.6]
     assert lines["held out, greedy"] == [0.5, 0.9]
     assert lines["entropy"] == [0.7]
+
+
+def test_what_monitors_saw_is_a_table_or_a_sentence() -> None:
+    assert "No monitor saw anything." in render(report(), "")
+    page = render(report(events=[RunEvent("r", 3, "gap", 0.25, 0.1, "warn", "a wide gap")]), "")
+    row = "<td>3</td><td>gap</td><td>0.25</td><td>0.1</td><td>warn</td><td>a wide gap</td>"
+    assert row in page
 
 
 def test_bars_show_success_and_intervals() -> None:

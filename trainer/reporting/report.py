@@ -1,6 +1,7 @@
 """A training run as one HTML file that needs no network, and as a table in the terminal.
 
-Knows the run's numbers and a few rollouts as text. Does not know stores, learners or engines.
+Knows the run's numbers, what monitors saw, and a few rollouts as text. Does not know stores, learners or
+engines.
 
 * Nothing that comes from a trace, a config or a task is trusted: it is escaped, and the page's
   content policy runs no script but the two that this module put in.
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from spangrad.errors import MissingExtraError
+from spangrad.store.records import RunEvent
 from spangrad.trainer.processes import own_command
 from spangrad.trainer.reporting.charts import (
     Chart,
@@ -83,6 +85,8 @@ class RunReport:
     store: str = ""
     """Path or URL of the store that holds the traces."""
     examples: Sequence[Example] = ()
+    events: Sequence[RunEvent] = ()
+    """What monitors saw, in order."""
     notes: Sequence[str] = ()
     """Sentences for the top of the page: time, seed, what was unusual."""
 
@@ -135,6 +139,7 @@ def render(report: RunReport, plotly_js: str) -> str:
             _chart(chart, number) for number, chart in enumerate(small, start=len(charts))
         ),
         "UPDATES": _updates_table(report.updates),
+        "EVENTS": _events(report.events),
         "EXAMPLES": "".join(_example(example) for example in report.examples),
         "CONFIG": _table(("setting", "value"), _flat(report.config)),
         "STORE": _store(report.store),
@@ -205,6 +210,16 @@ def _example(example: Example) -> str:
         f'<section class="example"><h3>{html.escape(example.title)} <span class="reward">{reward}</span></h3>'
         f"<pre>{html.escape(example.text)}</pre></section>"
     )
+
+
+def _events(events: Sequence[RunEvent]) -> str:
+    if not events:
+        return "<p>No monitor saw anything.</p>"
+    rows = [
+        (str(one.update_index), one.monitor, _number(one.value), _number(one.threshold), one.action, one.text)
+        for one in events
+    ]
+    return _table(("update", "monitor", "value", "threshold", "action", "what it saw"), rows)
 
 
 def _store(store: str) -> str:

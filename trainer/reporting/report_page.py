@@ -60,7 +60,8 @@ figcaption { color: var(--soft); font-size: 13px; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 13px; }
 th, td { text-align: left; padding: 6px 12px; border-bottom: 1px solid var(--grid); white-space: nowrap; }
 th { color: var(--soft); font-weight: 600; } tbody tr:last-child td { border-bottom: 0; }
-.headline table { font-size: 15px; } .config td { white-space: normal; overflow-wrap: anywhere; }
+.headline table { font-size: 15px; }
+.config td, .events td:last-child { white-space: normal; overflow-wrap: anywhere; }
 .examples { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 14px; }
 .example { padding: 14px; min-width: 0; }
 .example pre { margin: 0; max-height: 460px; overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
@@ -90,6 +91,8 @@ PAGE: Final = f"""<!doctype html>
 <h2>Health of the run</h2>
 <div class="charts">%%SMALL_CHARTS%%</div>
 <details><summary>All metrics of every update</summary>%%UPDATES%%</details>
+<h2>Monitors</h2>
+<div class="events">%%EVENTS%%</div>
 <h2>Rollouts</h2>
 <div class="examples">%%EXAMPLES%%</div>
 <h2>Configuration</h2>

@@ -36,7 +36,8 @@ def train(
 
     Needs a running hub and gateway (`spangrad up`). The same command
     continues a run that was interrupted, however it was: nothing is trained
-    twice or skipped. The config names a model folder (`serving.model`), the
+    twice or skipped. A monitor that pauses the run ends it with exit code 3
+    and says how to go on. The config names a model folder (`serving.model`), the
     one that `spangrad up` serves; examples/02_calculator has a config.
     """
     require("`spangrad train`", "train")
