@@ -51,6 +51,8 @@ class StubEngine:
     takes_ids: bool = True
     """It takes prompt ids beside messages, as vLLM does since 0.30 or so."""
     keeps_responses: bool = True
+    refuses: bool = False
+    """It answers 503 to chats, after a HOLD, as a server that is not ready does."""
     rendered: list[dict[str, Any]] = field(default_factory=list)
     release: threading.Event = field(default_factory=threading.Event)
     tell_version: threading.Event = field(default_factory=threading.Event)
@@ -131,6 +133,8 @@ class StubEngine:
             )
         if "HOLD" in text:
             await self.hold(request)
+        if self.refuses:
+            return Response(status_code=503)
         reply = chat_reply(body, text, tokens, prompt)
         reply = reply | {"choices": [None]} if "ODD" in text else reply
         return JSONResponse(reply, headers=self.reply_headers)

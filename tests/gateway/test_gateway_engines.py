@@ -1,5 +1,6 @@
 """Several engines behind one gateway: who gets a call, and what happens when one is slow, leaves or dies."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -139,13 +140,17 @@ def test_calls_of_a_rollout_go_to_one_engine_however_loaded(stubs: list[StubEngi
 def test_the_memory_of_rollouts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines_module, "MAX_STICKY", 100)
     pool = EnginePool(GatewayConfig(store="s", engines=["http://a:1", "http://b:1"]))
-    first = pool.lease("m", "r-0").next()
-    second = pool.lease("m", "r-1").next()
-    for number in range(2, 5000):
-        with pool.lease("m", f"r-{number}") as lease:
-            lease.next()
-        assert pool.lease("m", "r-1").next() is second  # in use: it is not the oldest
-    assert first is not None and pool.remembered_rollouts() == 100
+
+    async def lease_many() -> None:
+        first = await pool.lease("m", "r-0").next()
+        second = await pool.lease("m", "r-1").next()
+        for number in range(2, 5000):
+            with pool.lease("m", f"r-{number}") as lease:
+                await lease.next()
+            assert await pool.lease("m", "r-1").next() is second  # in use: it is not the oldest
+        assert first is not None and pool.remembered_rollouts() == 100
+
+    asyncio.run(lease_many())
 
 
 def test_a_refused_connection_moves_the_call_and_puts_the_engine_out(stubs: list[StubEngine]) -> None:
@@ -261,7 +266,7 @@ def test_a_drain_of_what_is_no_engine_is_refused(
     stubs: list[StubEngine], request_body: Any, status: int
 ) -> None:
     with gateway_over(stubs[:1]) as gateway:
-        for action in ("drain", "undrain"):
+        for action in ("drain", "undrain", "swap", "swapped"):
             answer = httpx.post(f"{gateway.url}/spangrad/engines/{action}", json=request_body)
             assert answer.status_code == status, answer.text
 

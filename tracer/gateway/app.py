@@ -137,6 +137,8 @@ def _routes(services: Services) -> list[BaseRoute]:
         HttpRoute("/spangrad/engines", operator.engines),
         HttpRoute("/spangrad/engines/drain", operator.drain, methods=["POST"]),
         HttpRoute("/spangrad/engines/undrain", operator.undrain, methods=["POST"]),
+        HttpRoute("/spangrad/engines/swap", operator.swap, methods=["POST"]),
+        HttpRoute("/spangrad/engines/swapped", operator.swapped, methods=["POST"]),
         *(HttpRoute(path, reads.read) for path in READABLE),
     ]
     for prefix in PREFIXES:

@@ -197,7 +197,7 @@ class Call:
     async def _open(self, lease: Lease) -> httpx.Response | None:
         """Send the request to the first engine that can be connected to; None if there is none."""
         config = self._services.config
-        while (engine := lease.next()) is not None:
+        while (engine := await lease.next()) is not None:
             self._engine = engine
             if self._reader.has_tokens:
                 self._before = await engine.versions.observe(self._started_at - config.version_ttl_s)
@@ -206,11 +206,15 @@ class Call:
                 self._content_sent = await self._follow_up.content(engine, headers)
             headers = upstream_headers(self._headers, config, engine.key, traceparent(self._span))
             try:
-                return await engine.client.open(
+                response = await engine.client.open(
                     engine.url + self._path, content=self._content_sent, headers=headers
                 )
             except CONNECT_ERRORS as error:
                 lease.no_connection(error)
+                continue
+            if response.status_code != httpx.codes.SERVICE_UNAVAILABLE or not lease.is_refused_for_swap():
+                return response
+            await response.aclose()
         return None
 
     async def _relay_whole(self, response: httpx.Response, send: Send) -> None:

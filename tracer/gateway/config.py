@@ -19,6 +19,7 @@ _ABOVE_0 = (
     "version_timeout_s",
     "flush_timeout_s",
     "drain_timeout_s",
+    "swap_timeout_s",
     "health_interval_s",
     "health_timeout_s",
     "shutdown_s",
@@ -121,6 +122,9 @@ class GatewayConfig:
     """Longest wait of `POST /spangrad/flush` for the spans of ended calls to be in the store, in seconds."""
     drain_timeout_s: float = 600.0
     """Longest wait of `POST /spangrad/engines/drain` for an engine's running calls, in seconds."""
+    swap_timeout_s: float = 120.0
+    """Longest time, in seconds, that calls wait for an engine whose weights are being replaced, and that it
+    is left alone; below the clients' own patience, 600 for OpenAI's."""
     health_interval_s: float = 2.0
     """Time between two health checks of an engine, in seconds."""
     health_timeout_s: float = 5.0

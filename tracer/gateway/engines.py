@@ -3,10 +3,11 @@
     lease(model, rollout) -> the engines that serve the model
         -> the one that has the rollout's prefix in its cache, else the least loaded one
 
-Invariants: a call is offered to another engine only after a connection that could not be
-made, so it is never sampled twice; an engine that drains or is out gets no new call, and
-loses none that it has; choosing costs no more the more calls or rollouts there are, and
-never awaits. Engines that are out are asked when no other is left: one may be back.
+Invariants: a call is offered to another engine, or once more, only after a connection that could not be
+made or a 503 while weights are replaced, so it is never sampled twice; an engine that drains, has old
+weights or is out gets no new call, and loses none that it has; choosing costs no more the more calls or
+rollouts there are, and waits only for an engine whose weights are being replaced, if no other is healthy.
+Engines that are out are asked when no other is left: one may be back.
 
 Knows HTTP to engines. Knows no spans and nothing of what is in a call.
 """
@@ -25,6 +26,7 @@ import httpx
 from spangrad.tracer.gateway.config import GatewayConfig, HostedModel
 from spangrad.tracer.gateway.engine_settings import NoSettings, SettingsWatch
 from spangrad.tracer.gateway.hosted import SCHEME, HostedTransport
+from spangrad.tracer.gateway.swaps import Swap
 from spangrad.tracer.gateway.upstream import EngineClient
 from spangrad.tracer.gateway.versions import NoVersions, VersionWatch
 
@@ -56,6 +58,8 @@ class Engine:
     problem: str | None = None
     """Why it is out; None while it is healthy."""
     is_draining: bool = False
+    stale: str | None = None
+    """Why its weights are not the ones that the others serve; it gets no calls until they are."""
     in_flight: int = 0
     """Calls that it works on now."""
     calls: int = 0
@@ -63,20 +67,28 @@ class Engine:
     """Running number of its latest call among all calls of the gateway."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set whenever no call is in flight."""
+    swap: Swap = field(init=False)
+    """Whether its weights are being replaced."""
 
     def __post_init__(self) -> None:
         """Begin idle."""
         self.idle.set()
+        self.swap = Swap(self.url)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it gets no calls, whatever becomes of the others."""
+        return self.is_draining or self.stale is not None
 
     @property
     def is_open(self) -> bool:
         """Whether it should get calls."""
-        return self.problem is None and not self.is_draining
+        return self.problem is None and not self.is_closed and not self.swap.is_on
 
     @property
     def state(self) -> str:
         """What to say of it when no engine can take a call."""
-        return self.problem or ("draining" if self.is_draining else "healthy")
+        return self.problem or self.stale or ("draining" if self.is_draining else "healthy")
 
     def out(self, problem: str) -> None:
         """Give it no calls until it is back."""
@@ -126,9 +138,16 @@ class _Group:
     def remembered(self) -> int:
         return len(self._sticky)
 
-    def choose(self, rollout_id: str | None, tried: Iterable[Engine]) -> Engine | None:
-        left = [engine for engine in self.engines if not engine.is_draining and engine not in tried]
-        candidates = [engine for engine in left if engine.problem is None] or left
+    async def choose(self, rollout_id: str | None, tried: Iterable[Engine]) -> Engine | None:
+        while True:
+            left = [engine for engine in self.engines if not engine.is_closed and engine not in tried]
+            candidates = [engine for engine in left if engine.is_open]
+            swapped = next((engine for engine in left if engine.swap.is_on), None)
+            if candidates or swapped is None:
+                return self._choose(rollout_id, candidates or left)
+            await swapped.swap.over()
+
+    def _choose(self, rollout_id: str | None, candidates: Sequence[Engine]) -> Engine | None:
         if not candidates:
             return None
         if rollout_id is None:
@@ -179,19 +198,29 @@ class Lease:
         """Give the engine back."""
         self._give_back()
 
-    def next(self) -> Engine | None:
+    async def next(self) -> Engine | None:
         """Claim an engine that was not tried yet; None if there is none."""
         self._give_back()
-        engine = None if self._group is None else self._group.choose(self._rollout_id, self._tried)
+        engine = None if self._group is None else await self._group.choose(self._rollout_id, self._tried)
         if engine is not None:
             self._tried.append(engine)
             self._pool.count_call(engine)
         self.engine = engine
         return engine
 
-    def no_connection(self, error: httpx.HTTPError) -> None:
-        """The claimed engine can't be connected to: it is out at once."""
+    def is_refused_for_swap(self) -> bool:
+        """The claimed engine did not take the call: whether it may be asked again, after its swap."""
         assert self.engine is not None
+        if self.engine.swap.is_on:
+            self._tried.remove(self.engine)
+            return True
+        return False
+
+    def no_connection(self, error: httpx.HTTPError) -> None:
+        """The claimed engine can't be connected to: it is out at once, or waited for if it has a reason."""
+        assert self.engine is not None
+        if self.is_refused_for_swap():
+            return
         self.error = error
         self.engine.out(f"no connection ({type(error).__name__})")
 
@@ -320,9 +349,7 @@ class EnginePool:
 
     def healthy_first(self) -> list[Engine]:
         """Engines in the order in which to try them for what any can answer."""
-        return sorted(
-            self.engines or self.hosted, key=lambda engine: (not engine.is_open, engine.is_draining)
-        )
+        return sorted(self.engines or self.hosted, key=lambda engine: (not engine.is_open, engine.is_closed))
 
     def forget_versions(self) -> None:
         """Trust no policy version that was asked before now."""

@@ -1,4 +1,4 @@
-"""The gateway's own routes, for the trainer and for people: how it is, flush, refresh, drain, budgets.
+"""The gateway's own routes, for the trainer and for people: health, flush, refresh, drain, swap, budgets.
 
 Invariants: whatever changes something is refused to callers that are neither on this machine
 nor hold an operator's key, and only they make the gateway ask its engines; budgets are given with such
@@ -80,7 +80,31 @@ class Operator:
         engine = await self._named_engine(request)
         if isinstance(engine, Response):
             return engine
-        engine.is_draining = False
+        engine.is_draining, engine.stale = False, None
+        return JSONResponse({"engine": _described(engine)})
+
+    async def swap(self, request: Request) -> Response:
+        """Leave an engine alone while its weights are replaced: others get its calls, or they wait."""
+        engine = await self._named_engine(request)
+        if isinstance(engine, Response):
+            return engine
+        longest_s = self._services.config.swap_timeout_s
+        engine.swap.begin(longest_s)
+        return JSONResponse({"engine": _described(engine), "timeout_s": longest_s})
+
+    async def swapped(self, request: Request) -> Response:
+        """Its new weights are there, and it gets calls; or, with `stale`, it gets none until they are."""
+        engine = await self._named_engine(request)
+        if isinstance(engine, Response):
+            return engine
+        stale = parse_json(await request.body()).get("stale")
+        if not (stale is None or (isinstance(stale, str) and stale)):
+            return error_response(400, "invalid_request", '"stale" is no text; say why, or leave it out')
+        engine.stale = stale
+        engine.versions.forget()
+        if stale is None and engine.problem is not None:
+            await engine.check(self._services.config.health_timeout_s)
+        engine.swap.end()
         return JSONResponse({"engine": _described(engine)})
 
     async def flush(self, request: Request) -> Response:
@@ -162,6 +186,8 @@ def _described(engine: Engine) -> dict[str, Any]:
         "healthy": engine.problem is None,
         "problem": engine.problem,
         "draining": engine.is_draining,
+        "swapping": engine.swap.is_on,
+        "stale": engine.stale,
         "in_flight": engine.in_flight,
         "calls": engine.calls,
         "models": list(engine.models),

@@ -48,7 +48,7 @@ class Reads:
         if model is None:
             return await self._get(request, path, content=sent.content)
         with self._services.engines.lease(model, request.path_params.get("rollout_id")) as lease:
-            engine = lease.next()
+            engine = await lease.next()
             if engine is None:
                 status, kind, message = lease.failure()
                 return error_response(status, kind, message, path=path)
