@@ -46,6 +46,11 @@ class StubEngine:
     weight_info_status: int = 200
     health_status: int = 200
     served: str = "stub"
+    adapters: list[str] = field(default_factory=list)
+    """Names, in the order in which they were loaded."""
+    models_status: int = 200
+    asked_models: int = 0
+    tell_models: threading.Event = field(default_factory=threading.Event)
     has_template: bool = False
     """It has /tokenize, and renders chats with `template_ids`."""
     takes_ids: bool = True
@@ -71,12 +76,14 @@ class StubEngine:
     def __post_init__(self) -> None:
         self.tell_version.set()
         self.tell_settings.set()
+        self.tell_models.set()
 
     def reset(self) -> None:
         """Forget everything but the address; what still waits for the old events may go on."""
         self.release.set()
         self.tell_version.set()
         self.tell_settings.set()
+        self.tell_models.set()
         self.__init__(url=self.url)  # type: ignore[misc]
 
     def app(self) -> Starlette:
@@ -98,7 +105,11 @@ class StubEngine:
         return Response(status_code=self.health_status)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": self.served, "object": "model"}]})
+        self.asked_models += 1
+        await asyncio.to_thread(self.tell_models.wait, 20.0)
+        entries: list[dict[str, Any]] = [{"id": self.served, "object": "model"}]
+        entries += [{"id": name, "object": "model", "parent": self.served} for name in self.adapters]
+        return JSONResponse({"object": "list", "data": entries}, self.models_status)
 
     async def weight_info(self, request: Request) -> Response:
         self.asked_versions += 1
@@ -121,6 +132,8 @@ class StubEngine:
     async def chat(self, request: Request) -> Response:
         body = await self._body(request)
         text = body["messages"][-1]["content"] or ""
+        if body.get("model") not in (self.served, *self.adapters) and "-v" in str(body.get("model")):
+            return JSONResponse({"error": {"message": "no such model", "code": 404}}, 404)
         if "FAIL" in text:
             error = {"message": "context too long", "type": "BadRequestError", "param": None, "code": 400}
             return JSONResponse({"error": error}, 400)

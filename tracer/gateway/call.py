@@ -21,6 +21,7 @@ from starlette.types import Message, Receive, Send
 
 from spangrad.tracer import conventions as names
 from spangrad.tracer.gateway import beyond
+from spangrad.tracer.gateway.adapters import Adapter
 from spangrad.tracer.gateway.budgets import Budget, Budgets
 from spangrad.tracer.gateway.config import GatewayConfig
 from spangrad.tracer.gateway.engine_settings import EngineSettings
@@ -35,7 +36,7 @@ from spangrad.tracer.gateway.http_parts import (
 )
 from spangrad.tracer.gateway.raw_log import RawLog
 from spangrad.tracer.gateway.readers import Facts, Problem, TokenReader, refusal
-from spangrad.tracer.gateway.rewrite import UpstreamRequest, dump
+from spangrad.tracer.gateway.rewrite import UpstreamRequest, dump, with_model
 from spangrad.tracer.gateway.routes import RecordedRoute
 from spangrad.tracer.gateway.spans import SpanRecorder, traceparent
 from spangrad.tracer.gateway.upstream import read_whole
@@ -115,6 +116,8 @@ class Call:
         self._error: Problem | None = None
         self._engine: Engine | None = None
         self._before: Observation | None = None
+        self._adapter: Adapter | None = None
+        """What stands for the model; its name says the version."""
         self._ended_at: float | None = None
         self._end_ns = start_ns
         self._held: asyncio.Future[None] | None = None
@@ -199,19 +202,24 @@ class Call:
         config = self._services.config
         while (engine := await lease.next()) is not None:
             self._engine = engine
-            if self._reader.has_tokens:
+            self._adapter = adapter = await lease.find_adapter()
+            if self._reader.has_tokens and adapter is None:
                 self._before = await engine.versions.observe(self._started_at - config.version_ttl_s)
+            content = self._request.content
             if self._follow_up is not None and engine.provider == "vllm":
                 headers = upstream_headers(self._headers, config, engine.key)
-                self._content_sent = await self._follow_up.content(engine, headers)
+                content = await self._follow_up.content(engine, headers)
+            if adapter is not None:
+                content = with_model(content, adapter.name)
+            self._content_sent = content
             headers = upstream_headers(self._headers, config, engine.key, traceparent(self._span))
             try:
-                response = await engine.client.open(
-                    engine.url + self._path, content=self._content_sent, headers=headers
-                )
+                response = await engine.client.open(engine.url + self._path, content=content, headers=headers)
             except CONNECT_ERRORS as error:
                 lease.no_connection(error)
                 continue
+            if response.status_code == httpx.codes.NOT_FOUND and adapter is not None:
+                engine.adapters.forget()  # it was restarted, and nobody has noticed
             if response.status_code != httpx.codes.SERVICE_UNAVAILABLE or not lease.is_refused_for_swap():
                 return response
             await response.aclose()
@@ -298,10 +306,13 @@ class Call:
         settings = EngineSettings()
         engine = self._engine
         before, ended_at = self._before, self._ended_at
-        if engine and before is not None and ended_at is not None and self._reader.needs_version():
-            after = await engine.versions.observe(ended_at)
-            version, problem = version_of_call(before, after)
-            settings = await engine.settings.known()
+        if engine and ended_at is not None and self._reader.needs_version():
+            if self._adapter is not None:
+                version = self._adapter.version
+            elif before is not None:
+                version, problem = version_of_call(before, await engine.versions.observe(ended_at))
+            if version is not None or problem is not None:
+                settings = await engine.settings.known()
         error = self._error or self._reader.problem()
         attributes, dropped = self._content(Facts(version, problem, services.config.logprobs_mode, settings))
         attributes |= self._whose()

@@ -23,7 +23,8 @@ from typing import Any, Self
 
 import httpx
 
-from spangrad.tracer.gateway.config import GatewayConfig, HostedModel
+from spangrad.tracer.gateway.adapters import Adapter, AdapterWatch, NoAdapters
+from spangrad.tracer.gateway.config import EngineConfig, GatewayConfig, HostedModel
 from spangrad.tracer.gateway.engine_settings import NoSettings, SettingsWatch
 from spangrad.tracer.gateway.hosted import SCHEME, HostedTransport
 from spangrad.tracer.gateway.swaps import Swap
@@ -54,6 +55,7 @@ class Engine:
     client: EngineClient
     versions: VersionWatch | NoVersions
     settings: SettingsWatch | NoSettings
+    adapters: AdapterWatch | NoAdapters
     provider: str = "vllm"
     problem: str | None = None
     """Why it is out; None while it is healthy."""
@@ -96,12 +98,18 @@ class Engine:
             logger.warning("engine %s is out: %s", self.url, problem)
         self.problem = problem
         self.settings.forget()
+        self.adapters.forget()
 
     def back(self) -> None:
         """Give it calls again."""
         if self.problem is not None:
             logger.info("engine %s is back", self.url)
         self.problem = None
+
+    def forget_version(self) -> None:
+        """Trust nothing that was asked before now of the policy that it serves."""
+        self.versions.forget()
+        self.adapters.forget()
 
     async def check(self, timeout_s: float) -> bool:
         """Ask how it is, note the answer, and return whether it is healthy."""
@@ -172,19 +180,28 @@ def _least_loaded(engines: Sequence[Engine]) -> Engine:
 class Lease:
     """A call's claim on an engine; `with` gives it back."""
 
-    __slots__ = ("_group", "_pool", "_rollout_id", "_tried", "engine", "error", "model")
+    __slots__ = ("_group", "_pool", "_rollout_id", "_served", "_tried", "adapter", "engine", "error", "model")
 
     def __init__(
-        self, pool: "EnginePool", group: _Group | None, model: str | None, rollout_id: str | None
+        self,
+        pool: "EnginePool",
+        group: _Group | None,
+        *,
+        model: str | None,
+        served: str | None,
+        rollout_id: str | None,
     ) -> None:
-        """Nothing is claimed before `next`."""
+        """Nothing is claimed before `next`; `served` is how engines call the client's `model`."""
         self._pool = pool
         self._group = group
         self._rollout_id = rollout_id
         self._tried: list[Engine] = []
         self.model = model
+        self._served = served
         self.engine: Engine | None = None
         """The engine that has the call."""
+        self.adapter: Adapter | None = None
+        """What stands for the model there."""
         self.error: httpx.HTTPError | None = None
         """Why the last engine could not be connected to."""
 
@@ -207,6 +224,15 @@ class Lease:
             self._pool.count_call(engine)
         self.engine = engine
         return engine
+
+    async def find_adapter(self) -> Adapter | None:
+        """What stands for the model at the claimed engine, claimed with it; None: the model itself."""
+        assert self.engine is not None
+        adapters = self.engine.adapters
+        self.adapter = await adapters.of(self._served)
+        if self.adapter is not None:
+            adapters.in_flight[self.adapter.name] += 1
+        return self.adapter
 
     def is_refused_for_swap(self) -> bool:
         """The claimed engine did not take the call: whether it may be asked again, after its swap."""
@@ -242,7 +268,10 @@ class Lease:
 
     def _give_back(self) -> None:
         engine, self.engine = self.engine, None
+        adapter, self.adapter = self.adapter, None
         if engine is not None:
+            if adapter is not None:
+                engine.adapters.in_flight[adapter.name] -= 1
             engine.in_flight -= 1
             if engine.in_flight == 0:
                 engine.idle.set()
@@ -257,23 +286,7 @@ class EnginePool:
         self._client = EngineClient(
             timeout=httpx.Timeout(config.request_timeout_s, connect=CONNECT_TIMEOUT_S, pool=None)
         )
-        self.engines = tuple(
-            Engine(
-                entry.url,
-                entry.key if entry.key is not None else config.engine_key,
-                tuple(entry.models),
-                entry.policy or config.policy,
-                self._client,
-                VersionWatch(
-                    self._client,
-                    entry.url,
-                    initial_version=config.initial_version,
-                    timeout_s=config.version_timeout_s,
-                ),
-                SettingsWatch(self._client, entry.url, patience_s=config.version_timeout_s),
-            )
-            for entry in config.all_engines
-        )
+        self.engines = tuple(self._engine(entry, config) for entry in config.all_engines)
         self.hosted = tuple(
             _hosted_engine(name, model, config.request_timeout_s)
             for name, model in config.hosted_models.items()
@@ -288,6 +301,16 @@ class EnginePool:
         rest = [engine for engine in self.engines if not engine.models]
         self._rest = _Group(rest) if rest else None
         """What serves the models that no engine names."""
+
+    def _engine(self, entry: EngineConfig, config: GatewayConfig) -> Engine:
+        key = entry.key if entry.key is not None else config.engine_key
+        client, url, timeout_s = self._client, entry.url, config.version_timeout_s
+        return Engine(
+            *(url, key, tuple(entry.models), entry.policy or config.policy, client),
+            VersionWatch(client, url, initial_version=config.initial_version, timeout_s=timeout_s),
+            SettingsWatch(client, url, patience_s=timeout_s),
+            AdapterWatch(client, url, key=key, timeout_s=timeout_s),
+        )
 
     @property
     def all(self) -> tuple[Engine, ...]:
@@ -307,7 +330,8 @@ class EnginePool:
             rollout_id: Whose call it is; None: nobody's, so any engine is as good.
         """
         name = model if isinstance(model, str) else None
-        return Lease(self, self._group_of(name), name, rollout_id)
+        served = self._served(name)
+        return Lease(self, self._group_of(name), model=name, served=served, rollout_id=rollout_id)
 
     def is_trained(self, body: Any) -> bool:
         """Whether a request's JSON asks for the policy that is trained."""
@@ -354,7 +378,7 @@ class EnginePool:
     def forget_versions(self) -> None:
         """Trust no policy version that was asked before now."""
         for engine in self.engines:
-            engine.versions.forget()
+            engine.forget_version()
 
     async def close(self) -> None:
         """Close all connections."""
@@ -366,7 +390,8 @@ def _hosted_engine(name: str, model: HostedModel, timeout_s: float) -> Engine:
     transport = HostedTransport(name, model, timeout_s=timeout_s)
     client = EngineClient(transport=transport, timeout=None)
     url = SCHEME + model.model
-    return Engine(url, None, (name,), "frozen", client, NoVersions(), NoSettings(), transport.provider)
+    watches = (NoVersions(), NoSettings(), NoAdapters())
+    return Engine(url, None, (name,), "frozen", client, *watches, transport.provider)
 
 
 async def drained(engine: Engine, timeout_s: float) -> bool:

@@ -101,7 +101,7 @@ class Operator:
         if not (stale is None or (isinstance(stale, str) and stale)):
             return error_response(400, "invalid_request", '"stale" is no text; say why, or leave it out')
         engine.stale = stale
-        engine.versions.forget()
+        engine.forget_version()
         if stale is None and engine.problem is not None:
             await engine.check(self._services.config.health_timeout_s)
         engine.swap.end()
@@ -191,6 +191,7 @@ def _described(engine: Engine) -> dict[str, Any]:
         "in_flight": engine.in_flight,
         "calls": engine.calls,
         "models": list(engine.models),
+        "adapters": dict(+engine.adapters.in_flight),
         "policy": engine.policy,
         **_policy_version(engine),
     }

@@ -76,6 +76,12 @@ def renamed_request(raw: bytes, models: Mapping[str, str], parse: Parse = json.l
     return UpstreamRequest(body, _with_fields(raw, body, added), strip_ids=False, strip_logprobs=False)
 
 
+def with_model(content: bytes, name: str) -> bytes:
+    """A request's body with another model; what is no JSON object stays as it is."""
+    body = _parsed(content, json.loads)
+    return dump({**body, "model": name}) if isinstance(body, dict) else content
+
+
 def _with_fields(raw: bytes, body: Mapping[str, Any], added: Mapping[str, Any]) -> bytes:
     """A request's JSON with these fields; the client's bytes stay as they are where only new ones come."""
     if not added:
