@@ -41,6 +41,7 @@ from spangrad.trainer.learning.output_head import (
     stats_of_targets,
 )
 from spangrad.trainer.learning.packing import Batch
+from spangrad.trainer.serving.checksums import with_checksums
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
@@ -246,7 +247,10 @@ def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor], *, where
 
 
 def save_weights(model: PreTrainedModel, path: Path, *, dtype: torch.dtype) -> None:
-    """Write the weights as one safetensors file that is complete or absent.
+    """Write the weights as one safetensors file with checksums; a process that dies leaves all of it or none.
+
+    It is not forced to disk, which takes longer than all else of a publish: if the machine dies the file may
+    be damaged, which its checksums tell.
 
     Raises:
         StoreFullError: The disk is full; a file of that name is as it was.
@@ -256,12 +260,11 @@ def save_weights(model: PreTrainedModel, path: Path, *, dtype: torch.dtype) -> N
     with writing("the weights", path, "what was there is untouched"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            save_file(weight_tensors(model, dtype=dtype), temporary, metadata={"format": "pt"})
-            fsync_path(temporary)
+            tensors = weight_tensors(model, dtype=dtype)
+            save_file(tensors, temporary, metadata=with_checksums(tensors))
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        fsync_path(path.parent)
 
 
 def save_model_folder(
