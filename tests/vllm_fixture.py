@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from spangrad.trainer.serving.checksums import with_checksums
 from tests.trainer.small_policy import make_tokenizer
 
 VOCABULARY = 320
@@ -43,17 +44,13 @@ def make_served_model(folder: Path, *, is_tied: bool) -> Path:
 
 
 def moved_weights(folder: Path, path: Path, *, seed: int, scale: float = 0.05) -> Path:
-    """The folder's weights with noise added, as one file."""
+    """The folder's weights with noise added, as one file with checksums."""
     generator = torch.Generator().manual_seed(seed)
-    weights = load_file(folder / "model.safetensors")
-    save_file(
-        {
-            name: tensor + scale * torch.randn(tensor.shape, generator=generator)
-            for name, tensor in weights.items()
-        },
-        path,
-        metadata={"format": "pt"},
-    )
+    moved = {
+        name: tensor + scale * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(moved, path, metadata=with_checksums(moved))
     return path
 
 

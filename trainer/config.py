@@ -2,7 +2,7 @@
 
     [run]      what this run is called, where it keeps its state, how many updates
     [hub]      where the store answers
-    [serving]  engine and gateway that serve the policy
+    [serving]  engines and gateway that serve the policy (spangrad.trainer.serving.serving_config)
     [agent]    the agent, its tasks and its reward
     [rollout]  how many rollouts an update learns from
     [curriculum]  turns of rollouts, drawing of tasks (spangrad.trainer.curriculum.curriculum_config)
@@ -35,6 +35,7 @@ from spangrad.trainer.curriculum.curriculum_config import CurriculumConfig
 from spangrad.trainer.learning.learner_config import CriticConfig, LearnerConfig, require
 from spangrad.trainer.monitoring.monitor_config import MonitorConfig, check_monitors
 from spangrad.trainer.preference_config import PreferenceConfig, check_effects
+from spangrad.trainer.serving.serving_config import ServingConfig
 
 T = TypeVar("T")
 
@@ -73,33 +74,6 @@ class HubConfig:
     """Address of the hub."""
     keys: str | None = None
     """File with the hub's keys (`spangrad hub --keys FILE`); None: a hub without keys on loopback."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServingConfig:
-    """Engine and gateway that serve the policy."""
-
-    engine_url: str = "http://127.0.0.1:8000"
-    """vLLM's own address, for weight updates."""
-    gateway_url: str = "http://127.0.0.1:8100"
-    """Address that agents call."""
-    model: str = ""
-    """Model folder that the run starts from (Hugging Face format)."""
-    served_name: str = "policy"
-    """Model name that agents ask for."""
-    publish_tolerance: float = 0.02
-    """Largest mean difference, in nats, between the served and the learner's logprobs after a publish;
-    more than 0."""
-    engine_wait_s: float = 180.0
-    """How long a rollout worker waits for an engine that went away; 0 or more."""
-
-    def __post_init__(self) -> None:
-        """Check ranges."""
-        check_values(self, "serving.")
-        require(
-            self.publish_tolerance > 0, "serving.publish_tolerance", self.publish_tolerance, "more than 0"
-        )
-        require(self.engine_wait_s >= 0, "serving.engine_wait_s", self.engine_wait_s, "0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +243,11 @@ class TrainConfig:
             rewards=self.credit.reward_weights,
             eval_every=self.eval.every,
         )
+        if self.serving.transfer == "lora" and not self.learner.lora_rank:
+            raise ConfigError(
+                "serving.transfer is 'lora', but no adapter is trained; set learner.lora_rank, or leave it"
+                " out"
+            )
         require(
             self.learner.seed in (LearnerConfig().seed, self.run.seed),
             "learner.seed",

@@ -287,6 +287,7 @@ def _stack(config: TrainConfig, warm: WarmStartConfig, folder: Path, options: De
             served_name=config.serving.served_name,
             max_model_len=warm.max_length,
             max_num_seqs=max(8, config.agent.concurrency * config.agent.workers),
+            lora_rank=config.learner.lora_rank if config.serving.transfer == "lora" else 0,
             raw_log=str(folder / "engine_replies.jsonl") if options.keep_raw else None,
         )
     )

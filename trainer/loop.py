@@ -49,7 +49,7 @@ from spangrad.trainer.rollouts.admission import Pace
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
 from spangrad.trainer.rollouts.feeder import Crew, Feeder, Taken
 from spangrad.trainer.rollouts.scheduling import RunKeys, Workers, set_rollouts, worker_config
-from spangrad.trainer.serving.publish import prove, served_logprobs, served_version
+from spangrad.trainer.serving.fleet import Probe
 from spangrad.trainer.serving.served import ServedPolicy
 from spangrad.trainer.update_metrics import (
     Metrics,
@@ -112,8 +112,8 @@ class Run:
         self._sampler = TaskSampler(config, self.store)
         self.store.last_update(config.run.id)
         self.watch = Watch(self.store, config, tell=on_note)
-        served_version(config.serving.engine_url)
         self.served = ServedPolicy(config.serving, self.keys.trainer, self.folder / "weights")
+        self.served.fleet.others(0)  # raises if no engine answers
         self._weights = self._model
         """Where the learner's current weights are kept: the starting folder, then a checkpoint."""
         self._probe_rows = [probe_row()]
@@ -305,12 +305,15 @@ class Run:
                 self._probe_before = None  # what the engine serves now was never compared with it
 
     def _publish_once(self) -> Metrics:
-        serving = self.config.serving
-        token_ids = [row.token_ids.tolist() for row in self._probe_rows]
-        served_before = None
-        if self._probe_before is not None:  # else the engine may still be paused by a publish that died
-            served_before = served_logprobs(serving.engine_url, token_ids)
-        self.served.publish(self.policy_version, lambda file: call(self.learner.export_weights, file))
+        probe = Probe(
+            token_ids=[row.token_ids.tolist() for row in self._probe_rows],
+            learner=call(self.learner.score, [scored_whole(row) for row in self._probe_rows]),
+            tolerance_nats=self.config.serving.publish_tolerance,
+            learner_before=self._probe_before,
+        )
+        report = self.served.publish(self.policy_version, self._export, probe)
+        # Only now: engines that may still be paused by a publish that died can't say what they compute.
+        self._probe_before = None
         self.store.put_policy(
             Policy(
                 run_id=self.config.run.id,
@@ -320,17 +323,15 @@ class Run:
                 parent_version=self.policy_version - 1 if self.policy_version else None,
             )
         )
-        proof = prove(
-            serving.engine_url,
-            token_ids,
-            call(self.learner.score, [scored_whole(row) for row in self._probe_rows]),
-            tolerance_nats=serving.publish_tolerance,
-            before=served_before,
-            learner_before=self._probe_before,
-        )
-        self._probe_before = None
-        moved = {} if proof.expected is None else {"gap/published_moved": proof.moved or 0.0}
-        return {"gap/published_mean": proof.mean_gap, "gap/published_max": proof.max_gap} | moved
+        return report.metrics()
+
+    def _export(self, path: str) -> object:
+        """Write what is published: a file of all weights, or an adapter's folder below `path`."""
+        serving = self.config.serving
+        if serving.transfer == "lora":
+            named = {"model": serving.served_name, "version": self.policy_version}
+            return call(self.learner.export_adapter, path, **named)
+        return call(self.learner.export_weights, path)
 
     def _set(self, index: int) -> list[list[Rollout]]:
         """The groups of a set of tasks; what is in the store already is asked for again as it is."""

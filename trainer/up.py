@@ -56,6 +56,8 @@ class UpConfig:
     """Longest prompt plus reply, tokens."""
     max_num_seqs: int = 32
     """Requests that the engine works on at the same time."""
+    lora_rank: int = 0
+    """Largest rank of adapters that can be published to the engine; 0: none can."""
     raw_log: str | None = None
     """File for the engine's raw replies, for audits; None: not kept."""
 
@@ -171,6 +173,7 @@ class Stack:
             served_model_name=self.config.served_name,
             max_model_len=self.config.max_model_len,
             max_num_seqs=self.config.max_num_seqs,
+            lora_rank=self.config.lora_rank,
             log=str(self.folder / "logs" / "engine.log"),
         )
 

@@ -22,6 +22,7 @@
     +-- PolicyError (RuntimeError)        a model folder that can't be loaded, or weights that don't fit it
     +-- EngineError (RuntimeError)        the inference engine failed, or did not start
     |   +-- PublishError                  the engine does not serve the weights that were published
+    |       +-- UnansweredError           ... because it did not answer
     +-- PortInUseError (OSError)          the address is taken
     +-- ClusterError (RuntimeError)       Ray could not start or keep a part of a run
     +-- MissingExtraError (ImportError)   an optional part of spangrad is not installed
@@ -125,6 +126,10 @@ class EngineError(SpangradError, RuntimeError):
 
 class PublishError(EngineError):
     """The engine does not serve the weights that were published."""
+
+
+class UnansweredError(PublishError):
+    """An engine or a gateway did not answer a control request."""
 
 
 class PortInUseError(SpangradError, OSError):

@@ -78,7 +78,7 @@ def work(
         evaluator_key=hub.keys.evaluator,
         agent_key=hub.keys.agent,
         gateway_url=gateway or "http://127.0.0.1:9",
-        engine_url=settings.get("engine_url"),
+        engine_urls=settings.get("engine_urls", ()),
         model="none",
         function=f"{file or HERE / 'odd_agents.py'}:{function}",
         reward=f"{HERE / 'odd_agents.py'}:{reward}",
@@ -186,7 +186,7 @@ def test_a_claim_is_made_under_the_version_that_is_served_then(hub, tmp_path):
     tasks = {"a": {"what": "wait for grader", "marker": str(marker)}, "b": {"what": "good"}}
     with stub_weights() as engine, ThreadPoolExecutor(1) as thread:
         engine.version = "3"
-        settings = {"engine_url": engine.url, "policy_version": 2, "concurrency": 1}
+        settings = {"engine_urls": (engine.url,), "policy_version": 2, "concurrency": 1}
         working = thread.submit(work, hub, tmp_path, tasks, **settings)
         wait_until(lambda: is_running(hub, tmp_path))
         engine.version = "4"
@@ -200,7 +200,7 @@ def test_a_claim_is_made_under_the_version_that_is_served_then(hub, tmp_path):
 def test_nothing_is_claimed_while_older_weights_are_served(hub, tmp_path, version):
     with stub_weights() as engine:
         engine.version = version
-        settings = {"engine_url": engine.url, "policy_version": 2}
+        settings = {"engine_urls": (engine.url,), "policy_version": 2}
         found, _, report = work(hub, tmp_path, {"a": {"what": "good"}}, **settings)
     assert (found["a"].status, found["a"].attempt) == (RolloutStatus.QUEUED, 0)
     assert report.engine_changed

@@ -2,7 +2,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import pytest
 
@@ -14,7 +14,6 @@ from spangrad.trainer.config import (
     EvalConfig,
     RolloutConfig,
     RunConfig,
-    ServingConfig,
     TrainConfig,
     load_config,
 )
@@ -24,6 +23,7 @@ from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.monitoring.monitor_config import MonitorConfig
 from spangrad.trainer.policies.warm_start import WarmStartConfig
 from spangrad.trainer.preference_config import PreferenceConfig
+from spangrad.trainer.serving.serving_config import ServingConfig
 
 MINIMAL = """
 [run]
@@ -51,6 +51,27 @@ def test_a_minimal_file_gets_defaults_and_its_own_folder(tmp_path):
 def test_an_unknown_key_names_the_nearest_one(tmp_path):
     with pytest.raises(ConfigError, match=r"unknown key 'groupsize'; did you mean 'group_size'\?"):
         load_config(write(tmp_path, MINIMAL + "[rollout]\ngroupsize = 4\n"))
+
+
+def test_engines_are_named_one_way_and_once(tmp_path):
+    assert ServingConfig().engines == ("http://127.0.0.1:8000",)
+    text = MINIMAL + '[serving]\nengine_urls = ["http://a:1", "http://b:1"]\npause_mode = "wait"\n'
+    assert load_config(write(tmp_path, text)).serving.engines == ("http://a:1", "http://b:1")
+    with pytest.raises(ConfigError, match=r"engine_url is 'http://c:1' beside serving\.engine_urls"):
+        load_config(write(tmp_path, text + 'engine_url = "http://c:1"\n'))
+    with pytest.raises(ConfigError, match=r"engine_urls .*expected each address once"):
+        ServingConfig(engine_urls=("http://a:1", "http://a:1"))
+    with pytest.raises(ConfigError, match=r"serving\.pause_mode is 'never'"):
+        ServingConfig(pause_mode=cast(Any, "never"))
+
+
+def test_adapters_are_published_only_where_one_is_trained_and_pause_nothing(tmp_path):
+    file = write(tmp_path, MINIMAL + '[serving]\ntransfer = "lora"\n')
+    with pytest.raises(ConfigError, match=r"transfer is 'lora', but no adapter is trained; set learner"):
+        load_config(file)
+    assert load_config(file, ["learner.lora_rank=8"]).serving.transfer == "lora"
+    with pytest.raises(ConfigError, match=r"pause_mode = 'wait' has no effect with .* 'lora'"):
+        load_config(file, ["learner.lora_rank=8", "serving.pause_mode=wait"])
 
 
 SECTIONS = (
@@ -129,6 +150,7 @@ OUT_OF_RANGE = [
     (RunConfig, "keep_checkpoints", 0, "1 or more"),
     (ServingConfig, "publish_tolerance", 0.0, "more than 0"),
     (ServingConfig, "engine_wait_s", -1.0, "0 or more"),
+    (ServingConfig, "publish_timeout_s", 0.0, "more than 0"),
     (AgentConfig, "concurrency", 0, "1 or more"),
     (AgentConfig, "workers", 0, "1 or more"),
     (AgentConfig, "timeout_s", 0.0, "more than 0"),

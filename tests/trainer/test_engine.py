@@ -13,7 +13,13 @@ from tests.vllm_fixture import learner_logprobs
 
 from spangrad.errors import ConfigError, EngineError, PolicyError, PortInUseError, PublishError
 from spangrad.trainer.processes import free_port
-from spangrad.trainer.serving.engine import Engine, EngineConfig, decisive_line
+from spangrad.trainer.serving.engine import (
+    Engine,
+    EngineConfig,
+    decisive_line,
+    server_command,
+    server_environment,
+)
 from spangrad.trainer.serving.publish import publish, served_version
 
 TOOLS = [
@@ -86,6 +92,21 @@ def test_a_missing_vllm_is_named_with_the_command_that_installs_it(
 def test_values_out_of_range_are_refused(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.threads is 0; expected 1 or more"):
         config_for(policy, tmp_path / "engine.log", threads=0)
+
+
+@pytest.mark.parametrize(("rank", "reserved"), [(1, "1"), (4, "8"), (16, "16"), (400, "512")])
+def test_an_engine_for_adapters_reserves_what_vllm_has_for_their_rank(
+    policy: Path, tmp_path: Path, rank: int, reserved: str
+) -> None:
+    config = config_for(policy, tmp_path / "engine.log", lora_rank=rank)
+    argv = server_command(config, on_cpu=True)
+    assert argv[argv.index("--max-lora-rank") + 1] == reserved and "--enable-lora" in argv
+    assert server_environment(config, on_cpu=True)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    plain = config_for(policy, tmp_path / "engine.log")
+    assert "--enable-lora" not in server_command(plain, on_cpu=True)
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in server_environment(plain, on_cpu=True)
+    with pytest.raises(ConfigError, match=r"engine\.lora_rank is 513; expected 0 to 512"):
+        config_for(policy, tmp_path / "engine.log", lora_rank=513)
 
 
 def test_the_decisive_line_of_a_log_is_the_root_cause() -> None:

@@ -18,8 +18,10 @@ from tests.waiting import wait_until
 
 from spangrad.errors import PublishError
 from spangrad.trainer.processes import free_port
+from spangrad.trainer.serving.checksums import weights_digest
 from spangrad.trainer.serving.engine import Engine
 from spangrad.trainer.serving.publish import prove, publish, served_logprobs, served_version
+from spangrad.trainer.serving.serving_config import PauseMode
 
 pytestmark = pytest.mark.vllm
 
@@ -67,6 +69,7 @@ class Stream:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[dict[str, Any]] = []
+        self.finish_reason: str | None = None
         self.thread = threading.Thread(target=self.run)
 
     def run(self) -> None:
@@ -81,6 +84,7 @@ class Stream:
                     self.ids += choice["token_ids"] or []
                     self.logprobs += [e["logprob"] for e in (choice["logprobs"] or {}).get("content", [])]
                     self.versions = choice.get("weight_versions") or self.versions
+                    self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
 
 def answers(url: str) -> bool:
@@ -175,7 +179,7 @@ def test_streams_that_run_while_weights_change_all_finish_and_know_their_version
     assert any(len(stream.versions) == 2 for stream in streams)
 
 
-@pytest.mark.parametrize("damage", ["other names", "other shape", "truncated", "missing"])
+@pytest.mark.parametrize("damage", ["other names", "other shape", "truncated", "missing", "one bit"])
 def test_a_wrong_weights_file_leaves_the_old_weights_served(
     damage: str, engine: Engine, served_model: Path, tmp_path: Path
 ) -> None:
@@ -190,12 +194,31 @@ def test_a_wrong_weights_file_leaves_the_old_weights_served(
         save_file({name: w[..., :-2].contiguous() for name, w in weights.items()}, path)
     elif damage == "truncated":
         path.write_bytes((served_model / "model.safetensors").read_bytes()[:100_000])
+    elif damage == "one bit":
+        data = bytearray(moved_weights(served_model, path, seed=5).read_bytes())
+        data[-1000] ^= 1
+        path.write_bytes(data)
     with pytest.raises(
         PublishError, match=r"version 52 was not published: '.*wrong.*; the engine serves version 51$"
     ):
         publish(engine.url, path, 52)
     assert served_version(engine.url) == 51
     assert np.array_equal(before[0], served_logprobs(engine.url, rows)[0])
+
+
+def test_a_file_that_took_the_place_of_the_one_that_is_meant_is_refused(
+    engine: Engine, served_model: Path, tmp_path: Path
+) -> None:
+    publish(engine.url, served_model / "model.safetensors", 53)
+    path = moved_weights(served_model, tmp_path / "weights.safetensors", seed=5)
+    meant = weights_digest(path)
+    moved_weights(served_model, path, seed=6)
+    httpx.post(f"{engine.url}/start_weight_update").raise_for_status()
+    update = {"update_info": {"path": str(path), "digest": meant}}
+    refused = httpx.post(f"{engine.url}/update_weights", json=update)
+    assert refused.is_error and f"expected digest {meant}: it is another one" in refused.text
+    httpx.post(f"{engine.url}/finish_weight_update", json={}).raise_for_status()
+    assert served_version(engine.url) == 53
 
 
 def test_a_trainer_that_died_between_start_and_finish_is_recovered_from(
@@ -258,15 +281,22 @@ def test_what_can_not_be_compared_is_refused(engine: Engine) -> None:
         served_logprobs(engine.url, [[5]])
 
 
-def test_a_gateway_that_can_not_be_told_is_an_error_that_says_what_is_served(
-    engine: Engine, served_model: Path
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_a_running_stream_ends_before_the_weights_change_or_is_cut(
+    mode: PauseMode, engine: Engine, served_model: Path, tmp_path: Path
 ) -> None:
-    nobody = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(
-        PublishError, match="the engine serves version 71, but the gateway was not told: POST "
-    ):
-        publish(engine.url, served_model / "model.safetensors", 71, gateway_url=nobody)
-    assert served_version(engine.url) == 71
+    new = moved_weights(served_model, tmp_path / "new.safetensors", seed=7)
+    publish(engine.url, served_model / "model.safetensors", 71)
+    stream = Stream(engine.url, random_rows(1, 30, seed=7)[0], 900)
+    stream.thread.start()
+    wait_until(lambda: len(stream.ids) > 5, timeout_s=60.0, interval_s=0.005)
+    publish(engine.url, new, 72, mode=mode)
+    stream.thread.join()
+    assert served_version(engine.url) == 72
+    # On a busy machine a stream may end before it is cut.
+    assert stream.finish_reason in (("length",) if mode == "wait" else ("abort", "length"))
+    assert (len(stream.ids) == 900) is (stream.finish_reason == "length")
+    assert {span["version"] for span in stream.versions} <= {"71"}
 
 
 def test_a_head_of_its_own_is_published_too(untied: OwnedEngine, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def test_calls_of_every_rollout_that_was_asked_for_are_in_the_table(tmp_path: Pa
         evaluator_key=None,
         agent_key=None,
         gateway_url="",
-        engine_url=None,
+        engine_urls=(),
         model="",
         function="",
         reward=None,

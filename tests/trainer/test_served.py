@@ -8,8 +8,8 @@ import pytest
 from tests.trainer.stub_weights import StubWeights, stub_weights
 
 from spangrad.errors import EngineError, PublishError
-from spangrad.trainer.config import ServingConfig
 from spangrad.trainer.serving.served import ServedPolicy
+from spangrad.trainer.serving.serving_config import ServingConfig
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_an_engine_that_was_restarted_gets_the_same_weights_again(engine, tmp_pa
     engine.restart()
     policy.ensure()
     assert engine.loaded == ["v00003.safetensors"] * 2 and engine.version == "3"
-    assert "the engine serves version None; publishing 3 again" in caplog.text
+    assert f"not served by {engine.url}: publishing 3 again" in caplog.text
 
 
 def test_an_engine_that_is_away_is_waited_for(engine, tmp_path):

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from tests.trainer.control_stub import control_stub
 
 from spangrad.errors import EngineError, PublishError
+from spangrad.tracer.gateway import GatewayConfig, running
 from spangrad.trainer.processes import free_port
 from spangrad.trainer.rollouts.gateway_client import wait_for_engine
-from spangrad.trainer.serving.publish import publish, served_version
+from spangrad.trainer.serving.fleet import Fleet
+from spangrad.trainer.serving.publish import served_version
 
 
 @contextmanager
@@ -48,23 +52,39 @@ def nowhere() -> str:
     return f"http://127.0.0.1:{free_port()}"
 
 
-def test_a_gateway_that_is_down_after_a_publish_is_called_the_gateway(tmp_path: Path) -> None:
+def test_a_publish_goes_on_without_a_gateway_that_is_down_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     gateway = nowhere()
-    with answering({"weight_version": "0", "success": True}) as engine, pytest.raises(PublishError) as caught:
-        publish(engine, tmp_path / "weights.safetensors", 1, gateway_url=gateway)
-    said = str(caught.value)
-    assert said.startswith("the engine serves version 1, but the gateway was not told: ")
-    assert said.endswith(f"is the gateway at {gateway} running?")
+    (tmp_path / "weights").write_text("-2.0")
+    with control_stub() as engine:
+        Fleet([engine.url], gateway_url=gateway).publish(tmp_path / "weights", 1)
+        assert engine.version == "1"
+    assert f"publishing goes on without the gateway: POST {gateway}/spangrad/engines/swap" in caplog.text
+    assert f"is the gateway at {gateway} running?" in caplog.text
 
 
-def test_what_is_no_gateway_is_not_asked_to_be_an_engine(tmp_path: Path) -> None:
+def test_what_is_no_gateway_is_found_before_anything_is_published(tmp_path: Path) -> None:
     with (
-        answering({"weight_version": "0", "success": True}) as engine,
+        control_stub() as engine,
         answering({}, status=404) as other,
         pytest.raises(PublishError) as caught,
     ):
-        publish(engine, tmp_path / "weights.safetensors", 1, gateway_url=other)
-    assert f"{other}/spangrad/refresh is unknown there; expected a gateway" in str(caught.value)
+        Fleet([engine.url], gateway_url=other).publish(tmp_path / "weights", 1)
+    assert f"{other}/spangrad/engines/swap is unknown there; expected a gateway" in str(caught.value)
+    assert engine.events == []
+
+
+def test_a_gateway_that_has_no_such_engine_says_which_it_has(tmp_path: Path) -> None:
+    config = GatewayConfig("http://127.0.0.1:9", store="unused", port=0)
+    with (
+        control_stub() as engine,
+        running(config, exporter=InMemorySpanExporter()) as gateway,
+        pytest.raises(PublishError) as caught,
+    ):
+        Fleet([engine.url], gateway_url=gateway).publish(tmp_path / "weights", 1)
+    assert str(caught.value).startswith(f"version 1 was not published to {engine.url}: ")
+    assert str(caught.value).endswith(f"no engine '{engine.url}'; there are: http://127.0.0.1:9")
 
 
 def test_an_engine_that_is_down_is_called_the_engine() -> None:

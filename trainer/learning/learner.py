@@ -31,8 +31,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spangrad.credit.transition import Transition
-from spangrad.errors import PolicyError
+from spangrad.errors import ConfigError, PolicyError
 from spangrad.trainer.learning import losses
+from spangrad.trainer.learning.adapter_folder import save_adapter
 from spangrad.trainer.learning.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from spangrad.trainer.learning.corrections import correct
 from spangrad.trainer.learning.critic import Critic, critic_metrics, values_of_calls
@@ -425,6 +426,31 @@ class Learner:
     def export_weights(self, path: str | Path) -> None:
         """Write the weights in `config.dtype` as one safetensors file, complete or absent."""
         save_weights(self.model, Path(path), dtype=_DTYPES[self.config.dtype])
+
+    def export_adapter(self, root: str | Path, *, model: str, version: int) -> str:
+        """Write the adapter as a folder below `root`, complete or absent, and return its path.
+
+        Args:
+            root: Folder of adapters.
+            model: The name by which agents know the policy.
+            version: Policy version.
+
+        Raises:
+            ConfigError: No adapter is trained.
+        """
+        config = self.config
+        if not config.lora_rank:
+            raise ConfigError("learner.lora_rank is 0; there is no adapter to export")
+        folder = save_adapter(
+            self.model,
+            Path(root),
+            model,
+            version,
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            dtype=_DTYPES[config.dtype],
+        )
+        return str(folder)
 
     def export_model(self, folder: str | Path) -> None:
         """Write a Hugging Face folder with the starting folder's tokenizer and chat template."""

@@ -19,7 +19,7 @@ from spangrad.trainer.demo import DemoOptions, prepare
 from spangrad.trainer.evaluation import evaluate
 from spangrad.trainer.policies.warm_start import SCHEDULE, cloning_config, record_expert, start_policy
 from spangrad.trainer.reporting.clock import Clock
-from spangrad.trainer.serving.publish import publish
+from spangrad.trainer.serving.fleet import Fleet
 
 LENGTHS = (0.5, 1.0, 2.0, 3.0)
 """Lengths that are evaluated, in units of the demo's own cloning."""
@@ -72,7 +72,9 @@ def _measure(
 ) -> dict[str, float]:
     weights = Path(prepared.folder) / "cloning.safetensors"
     call(learner.export_weights, str(weights))
-    publish(prepared.stack.engine_url, weights, version, gateway_url=prepared.stack.gateway_url)
+    stack = prepared.stack
+    fleet = Fleet([stack.engine_url], gateway_url=stack.gateway_url, gateway_key=stack.keys.trainer)
+    fleet.publish(weights, version)
     found = {"clone/step": float(steps)}
     for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
         with clock(f"held-out tasks, {name}"):

@@ -19,6 +19,7 @@ from typing import Any
 from spangrad.errors import RolloutError
 from spangrad.store.records import DEFAULT_REWARD
 from spangrad.trainer.processes import QUIET_ENV, die_with_parent, last_line
+from spangrad.trainer.serving.serving_config import TransferName
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class WorkerConfig:
     evaluator_key: str | None
     agent_key: str | None
     gateway_url: str
-    engine_url: str | None
-    """Where the served version can be asked; None: it is not checked."""
+    engine_urls: tuple[str, ...]
+    """Where the served version can be asked; none: it is not checked."""
     model: str
     """Name under which the policy is served."""
     function: str
@@ -55,6 +56,8 @@ class WorkerConfig:
     """Rewards that count; others are stored and told."""
     turns_reply: str | None = None
     """What the gateway answers beyond a rollout's last turn; None: an error."""
+    transfer: TransferName = "file"
+    """How the policy got into the engines: where they tell its version."""
 
     @property
     def host_identity(self) -> tuple[object, ...]:
@@ -67,7 +70,7 @@ class WorkerConfig:
     def recording(self, *, run_id: str, url: str) -> "WorkerConfig":
         """The same worker for rollouts of another run against another server."""
         return replace(
-            self, run_id=run_id, gateway_url=url.removesuffix("/v1"), engine_url=None, has_gateway=False
+            self, run_id=run_id, gateway_url=url.removesuffix("/v1"), engine_urls=(), has_gateway=False
         )
 
 

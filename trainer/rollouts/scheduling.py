@@ -94,7 +94,7 @@ def worker_config(
         evaluator_key=keys.evaluator,
         agent_key=keys.agent,
         gateway_url=config.serving.gateway_url,
-        engine_url=config.serving.engine_url if check_version else None,
+        engine_urls=config.serving.engines if check_version else (),
         model=config.serving.served_name,
         function=config.agent.function,
         reward=config.agent.reward if reward else None,
@@ -110,6 +110,7 @@ def worker_config(
         engine_wait_s=config.serving.engine_wait_s,
         reward_names=tuple(config.credit.reward_weights),
         turns_reply=config.curriculum.turns_reply,
+        transfer=config.serving.transfer,
     )
 
 

@@ -40,7 +40,8 @@ from spangrad.store.records import Reward, Rollout, RolloutStatus
 from spangrad.trainer.rollouts.agent_process import AgentProcess, WorkerConfig
 from spangrad.trainer.rollouts.gateway_client import GatewayState, flush, give_turns, wait_for_engine
 from spangrad.trainer.rollouts.grading import other_names_told, rewards_given
-from spangrad.trainer.serving.publish import served_version
+from spangrad.trainer.serving.fleet import served_versions
+from spangrad.trainer.serving.transfers import transfer_of
 from spangrad.user_code import load_callable
 
 logger = logging.getLogger(__name__)
@@ -188,22 +189,26 @@ class RolloutWorker:
             )
 
     def _sees_weights(self) -> bool:
-        """Whether the engine serves what rollouts may begin with; what it serves is `_version` then."""
+        """Whether an engine serves what rollouts may begin with; the oldest such version is `_version` then.
+
+        Of several engines one with other weights gets no calls, or is published to before the next round.
+        """
         config = self._config
-        if config.engine_url is None:
+        if not config.engine_urls:
             self._version = config.policy_version
             return True
         if self._report.engine_changed:
             return False
         began = time.monotonic()
         try:
-            self._version = served_version(config.engine_url)
+            served = served_versions(config.engine_urls, transfer_of(config.transfer, config.model)).values()
         except PublishError as error:
             logger.warning("%s: %s", self._name, error)
             self._wait_for_engine(began)
             return False
         oldest = config.policy_version or 0
-        self._report.engine_changed = self._version is None or self._version < oldest
+        self._version = min((one for one in served if one is not None and one >= oldest), default=None)
+        self._report.engine_changed = self._version is None
         return not self._report.engine_changed
 
     def _drop_lost(self) -> None:

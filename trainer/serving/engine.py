@@ -35,6 +35,8 @@ from spangrad.trainer.serving.weight_files import check_model_folder
 
 _ERROR = re.compile(r"(?:[\w.]+(?:Error|Exception|Exit)\b|[\w.]+: error: )")
 _LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\)\s*)?([A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\]\s*)?")
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Those that vLLM reserves memory for."""
 _SAYS_NOTHING = ("Engine core initialization failed", "See root cause above")
 
 
@@ -62,6 +64,9 @@ class EngineConfig:
     """Calls computed at the same time; more wait. 1 or more."""
     threads: int = 1
     """CPU threads of the model; 1 leaves the other core to the agents. 1 or more."""
+    lora_rank: int = 0
+    """Largest rank of adapters that can be loaded beside the model (`serving.transfer = "lora"`); 0: none
+    can. 0 to 512."""
     tool_call_parser: str = "hermes"
     """How tool calls are read from the text: `hermes` is `<tool_call>{json}</tool_call>`. '': no tools."""
     log: str = ".spangrad/logs/engine.log"
@@ -82,6 +87,8 @@ class EngineConfig:
                 raise ConfigError(f"engine.{name} is {getattr(self, name)!r}; expected {least} or more")
         if self.block_size % 32:
             raise ConfigError(f"engine.block_size is {self.block_size}; expected a multiple of 32")
+        if not 0 <= self.lora_rank <= _LORA_RANKS[-1]:
+            raise ConfigError(f"engine.lora_rank is {self.lora_rank}; expected 0 to {_LORA_RANKS[-1]}")
         if self.device not in ("auto", "cpu", "gpu"):
             raise ConfigError(f"engine.device is {self.device!r}; expected 'auto', 'cpu' or 'gpu'")
 
@@ -115,6 +122,10 @@ def server_command(config: EngineConfig, *, on_cpu: bool) -> list[str]:
     argv += ["--logprobs-mode", "processed_logprobs"]  # of the distribution that was sampled
     argv += ["--generation-config", "vllm"]  # no sampling parameter that is in no request
     argv += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
+    if config.lora_rank:
+        rank = next(rank for rank in _LORA_RANKS if rank >= config.lora_rank)
+        # Two at once: calls that began with the last version go on beside those with the new one.
+        argv += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2"]
     argv += ["--enable-prompt-tokens-details", "--enable-scale-out", "--disable-uvicorn-access-log"]
     if config.tool_call_parser:
         argv += ["--enable-auto-tool-choice", "--tool-call-parser", config.tool_call_parser]
@@ -130,6 +141,8 @@ def server_command(config: EngineConfig, *, on_cpu: bool) -> list[str]:
 def server_environment(config: EngineConfig, *, on_cpu: bool) -> dict[str, str]:
     """Environment of vLLM's server: ours, quiet, with the control endpoints."""
     environment = {**os.environ, **QUIET_ENV, "VLLM_SERVER_DEV_MODE": "1"}
+    if config.lora_rank:
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if plugins := environment.get("VLLM_PLUGINS"):
         environment["VLLM_PLUGINS"] = f"{plugins},spangrad"
     if on_cpu:

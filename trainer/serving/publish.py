@@ -1,7 +1,7 @@
-"""Put new weights into a running engine, and prove that it serves them.
+"""Put new weights into one running engine, and prove that it serves them.
 
-Knows vLLM's control endpoints. Does not know where the weights come from or who is
-asked for completions.
+Knows vLLM's control endpoints. Does not know where the weights come from, who is asked for
+completions, or that there are other engines: see `fleet.py`.
 
     pause(keep) -> start -> update -> finish(version) -> reset prefix cache -> resume
 
@@ -17,27 +17,21 @@ Invariants:
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import httpx
 import numpy as np
 
 from spangrad.errors import PublishError
+from spangrad.trainer.serving.checksums import weights_digest
+from spangrad.trainer.serving.control import Control
+from spangrad.trainer.serving.serving_config import PauseMode
 from spangrad.trainer.serving.vllm_plugin import REFUSAL
-
-PauseMode = Literal["keep", "wait", "abort"]
-Server = Literal["engine", "gateway"]
 
 FLOAT_NOISE = 2e-5
 """Nats: smaller mean differences say nothing, float32 arithmetic in another order makes them."""
-_EXPECTED: Mapping[Server, str] = {
-    "engine": "a vLLM server started by `spangrad serve` (or with VLLM_SERVER_DEV_MODE=1)",
-    "gateway": "a gateway started by `spangrad gateway` or `spangrad up`",
-}
-"""What answers the requests of this module, by who is asked."""
 UNKNOWN_VERSION = "unknown"
 """Version of an engine whose weights are neither the old nor the new ones for sure."""
 
@@ -75,45 +69,40 @@ def publish(
     *,
     mode: PauseMode = "keep",
     timeout_s: float = 120.0,
-    gateway_url: str | None = None,
-    gateway_key: str | None = None,
 ) -> PublishReport:
     """Serve the weights of a safetensors file as `version`.
 
     Args:
         engine_url: Address of vLLM, without `/v1`.
-        weights_path: A safetensors file with Hugging Face names that the engine's machine can read.
+        weights_path: A safetensors file with Hugging Face names that the engine's machine can read. If it
+            has checksums (`checksums.py`), the engine compares them before it loads.
         version: Policy version, 0 or more.
         mode: What becomes of running requests: `keep` freezes and continues them, `wait` lets them end
             first, `abort` ends them.
-        timeout_s: Longest wait for one answer of the engine.
-        gateway_url: Gateway to tell that the version changed.
-        gateway_key: Bearer key for the gateway, if it needs one.
+        timeout_s: Longest wait for one answer of the engine; with `wait`, also for its running requests.
 
     Raises:
         PublishError: Says what went wrong and what the engine serves now.
     """
     path = Path(weights_path).absolute()
-    with _client(engine_url, timeout_s) as client:
+    with Control(engine_url, timeout_s=timeout_s) as engine:
         started = time.monotonic()
         try:
-            _post(client, f"/pause?mode={mode}")
+            engine.post(f"/pause?mode={mode}")
         except PublishError:
             with contextlib.suppress(PublishError):
-                _post(client, "/resume")  # a pause that timed out may still come
+                engine.post("/resume")  # a pause that timed out may still come
             raise
         try:
-            _replace_weights(client, path, version)
+            _replace_weights(engine, path, version)
         except PublishError as error:
-            raise _resumed_after(client, error) from error
+            raise _resumed_after(engine, error) from error
         except BaseException:
             with contextlib.suppress(PublishError):
-                _post(client, "/resume")
+                engine.post("/resume")
             raise
-        _post(client, "/resume")
+        engine.post("/resume")
         seconds = time.monotonic() - started
-    if gateway_url is not None:
-        _refresh_gateway(gateway_url, gateway_key, version, timeout_s)
     return PublishReport(seconds=seconds, version=version)
 
 
@@ -123,26 +112,48 @@ def served_version(engine_url: str, *, timeout_s: float = 10.0) -> int | None:
     Raises:
         PublishError: The engine does not answer.
     """
-    with _client(engine_url, timeout_s) as client:
-        return _version(client)
+    with Control(engine_url, timeout_s=timeout_s) as engine:
+        return _version(engine)
+
+
+def has_known_weights(engine_url: str, *, timeout_s: float = 10.0) -> bool:
+    """Whether the engine answers and serves weights that are all of one version, its first ones included."""
+    with contextlib.suppress(PublishError), Control(engine_url, timeout_s=timeout_s) as engine:
+        return engine.get("/weight_info").get("weight_version") != UNKNOWN_VERSION
+    return False
+
+
+def disown(engine_url: str, *, timeout_s: float = 10.0) -> None:
+    """Have no call labelled with the version that the engine tells: its weights are others.
+
+    Raises:
+        PublishError: The engine does not answer.
+    """
+    with Control(engine_url, timeout_s=timeout_s) as engine:
+        engine.post("/update_weight_version", {"new_version": UNKNOWN_VERSION})
 
 
 def served_logprobs(
-    engine_url: str, token_ids_rows: Sequence[Sequence[int]], *, timeout_s: float = 120.0
+    engine_url: str,
+    token_ids_rows: Sequence[Sequence[int]],
+    *,
+    model: str | None = None,
+    timeout_s: float = 120.0,
 ) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
     """Logprob that the engine gives to every token of a row but the first, at temperature 1.
 
     These are vLLM's `prompt_logprobs`: of the plain model whatever `--logprobs-mode` and the
     sampling parameters say, and computed afresh, never from the prefix cache. A row of n tokens
     gives n - 1 values, element t for token t + 1. A row that fills the engine's context
-    is cut by one token: vLLM wants room for an answer.
+    is cut by one token: vLLM wants room for an answer. `model` is an adapter's name; None: the
+    engine's own model.
 
     Raises:
         PublishError: The engine does not answer, or refuses the rows.
     """
-    with _client(engine_url, timeout_s) as client:
-        model = _get(client, "/v1/models")["data"][0]
-        longest = int(model["max_model_len"]) - 1
+    with Control(engine_url, timeout_s=timeout_s) as engine:
+        served = engine.get("/v1/models")["data"][0]
+        longest = int(served["max_model_len"]) - 1
         rows = [[int(token) for token in row[:longest]] for row in token_ids_rows]
         if short := [index for index, row in enumerate(rows) if len(row) < 2]:
             raise PublishError(
@@ -151,10 +162,10 @@ def served_logprobs(
         if not rows:
             return []
         body = {
-            **{"model": model["id"], "prompt": rows, "max_tokens": 1},
+            **{"model": model or served["id"], "prompt": rows, "max_tokens": 1},
             **{"temperature": 0.0, "prompt_logprobs": 0},
         }
-        choices = sorted(_post(client, "/v1/completions", body)["choices"], key=lambda c: int(c["index"]))
+        choices = sorted(engine.post("/v1/completions", body)["choices"], key=lambda c: int(c["index"]))
     return [
         np.array(
             [
@@ -172,6 +183,7 @@ def prove(
     learner_logprobs: Sequence[Sequence[float] | np.ndarray[Any, Any]],
     *,
     tolerance_nats: float,
+    model: str | None = None,
     before: Sequence[np.ndarray[Any, Any]] | None = None,
     learner_before: Sequence[np.ndarray[Any, Any]] | None = None,
     timeout_s: float = 120.0,
@@ -183,6 +195,7 @@ def prove(
         token_ids_rows: Whole rows, prompt included, 2 tokens or more each.
         learner_logprobs: For every row of n tokens, n - 1 logprobs at temperature 1, nats.
         tolerance_nats: Largest acceptable mean difference; about 1e-5 is usual in float32, 0.04 in bfloat16.
+        model: As for `served_logprobs`.
         before: What `served_logprobs` said before the publish, to measure how far it moved.
         learner_before: The learner's logprobs before the update. With `before`, the served ones must
             have moved as far as the learner's: an update so small that old weights pass the
@@ -198,7 +211,7 @@ def prove(
                 f"row {index} has {len(row)} tokens and {len(learner)} learner logprobs;"
                 f" expected {len(row) - 1}, one for every token but the first"
             )
-    served = served_logprobs(engine_url, token_ids_rows, timeout_s=timeout_s)
+    served = served_logprobs(engine_url, token_ids_rows, model=model, timeout_s=timeout_s)
     gaps = _gaps(served, learner_logprobs)
     now = [np.asarray(row, dtype=np.float64) for row in learner_logprobs]
     if not gaps.size:
@@ -229,64 +242,54 @@ def prove(
     return proof
 
 
-def _replace_weights(client: httpx.Client, path: Path, version: int) -> None:
+def _replace_weights(engine: Control, path: Path, version: int) -> None:
     """Load, label and forget what the old weights computed. The engine is paused."""
-    old = _version(client)
+    old = _version(engine)
     served = f"version {old}" if old is not None else "the weights that it served before"
     try:
-        if not _start_update(client):
+        if not _start_update(engine):
             served = f"weights of a publish that died, labelled {UNKNOWN_VERSION!r}"
-        _post(client, "/update_weights", {"update_info": {"path": str(path)}})
+        engine.post("/update_weights", {"update_info": {"path": str(path), "digest": weights_digest(path)}})
     except PublishError as error:
         if REFUSAL in str(error):
             reason = str(error).split(REFUSAL, 1)[1]
             raise PublishError(
                 f"version {version} was not published: {str(path)!r} {reason}; the engine serves {served}"
             ) from error
-        raise _half_done(client, version, error) from error
+        raise _half_done(engine, version, error) from error
     try:
-        _post(client, "/finish_weight_update", {"weight_version": str(version)})
-        if not _post(client, "/reset_prefix_cache?reset_running_requests=true").get("success"):
+        engine.post("/finish_weight_update", {"weight_version": str(version)})
+        if not engine.post("/reset_prefix_cache?reset_running_requests=true").get("success"):
             raise PublishError("the engine could not reset its prefix cache")
     except PublishError as error:
-        raise _half_done(client, version, error) from error
+        raise _half_done(engine, version, error) from error
 
 
-def _resumed_after(client: httpx.Client, error: PublishError) -> PublishError:
+def _resumed_after(engine: Control, error: PublishError) -> PublishError:
     try:
-        _post(client, "/resume")
+        engine.post("/resume")
     except PublishError as second:
         return PublishError(f"{error}; the engine could not be resumed either ({second})")
     return error
 
 
-def _refresh_gateway(url: str, key: str | None, version: int, timeout_s: float) -> None:
-    with _client(url, timeout_s, key) as client:
-        try:
-            _post(client, "/spangrad/refresh", who="gateway")
-        except PublishError as error:
-            raise PublishError(
-                f"the engine serves version {version}, but the gateway was not told: {error}"
-            ) from error
-
-
-def _start_update(client: httpx.Client) -> bool:
+def _start_update(engine: Control) -> bool:
     """Begin; False if a trainer died between start and finish: nobody knows what it had loaded."""
     try:
-        _post(client, "/start_weight_update")
+        engine.post("/start_weight_update")
     except PublishError as error:
         if "already active" not in str(error):
             raise
-        _post(client, "/update_weight_version", {"new_version": UNKNOWN_VERSION})
-        _post(client, "/finish_weight_update", {})
-        _post(client, "/start_weight_update")
+        engine.post("/update_weight_version", {"new_version": UNKNOWN_VERSION})
+        engine.post("/finish_weight_update", {})
+        engine.post("/start_weight_update")
         return False
     return True
 
 
-def _half_done(client: httpx.Client, version: int, error: PublishError) -> PublishError:
+def _half_done(engine: Control, version: int, error: PublishError) -> PublishError:
     try:
-        _post(client, "/update_weight_version", {"new_version": UNKNOWN_VERSION})
+        engine.post("/update_weight_version", {"new_version": UNKNOWN_VERSION})
     except PublishError:
         return PublishError(
             f"version {version} was not published: {error}; the engine can't be used, restart it"
@@ -297,8 +300,8 @@ def _half_done(client: httpx.Client, version: int, error: PublishError) -> Publi
     )
 
 
-def _version(client: httpx.Client) -> int | None:
-    value = str(_get(client, "/weight_info").get("weight_version"))
+def _version(engine: Control) -> int | None:
+    value = str(engine.get("/weight_info").get("weight_version"))
     return int(value) if value.isascii() and value.isdecimal() else None
 
 
@@ -307,51 +310,3 @@ def _gaps(
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     pairs = [(a, np.asarray(b, dtype=np.float64)[: len(a)]) for a, b in zip(ours, theirs, strict=True)]
     return np.concatenate([np.abs(a - b) for a, b in pairs]) if pairs else np.zeros(0)
-
-
-def _client(url: str, timeout_s: float, key: str | None = None) -> httpx.Client:
-    """A client that keeps no connection: vLLM closes the one on which it reported a failure."""
-    return httpx.Client(
-        base_url=url,
-        timeout=timeout_s,
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-        limits=httpx.Limits(max_keepalive_connections=0),
-    )
-
-
-def _get(client: httpx.Client, path: str) -> dict[str, Any]:
-    return _answer(client, "GET", path, None)
-
-
-def _post(
-    client: httpx.Client, path: str, body: dict[str, Any] | None = None, *, who: Server = "engine"
-) -> dict[str, Any]:
-    return _answer(client, "POST", path, body, who)
-
-
-def _answer(
-    client: httpx.Client, method: str, path: str, body: dict[str, Any] | None, who: Server = "engine"
-) -> dict[str, Any]:
-    address = str(client.base_url).rstrip("/")
-    where = f"{method} {address}{path.split('?')[0]}"
-    try:
-        response = client.request(method, path, json=body)
-    except httpx.HTTPError as error:
-        raise PublishError(
-            f"{where} got no answer ({type(error).__name__}: {error}); is the {who} at {address} running?"
-        ) from error
-    if response.status_code == 404:
-        raise PublishError(f"{where} is unknown there; expected {_EXPECTED[who]}")
-    if response.is_error:
-        raise PublishError(f"{where} answered {response.status_code}: {_message(response)}")
-    value = response.json() if response.content else {}
-    return value if isinstance(value, dict) else {}
-
-
-def _message(response: httpx.Response) -> str:
-    try:
-        value = response.json()
-    except ValueError:
-        return response.text[:500].strip() or "nothing"
-    error = value.get("error", value) if isinstance(value, dict) else value
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]

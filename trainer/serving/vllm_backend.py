@@ -4,8 +4,9 @@ Knows vLLM's layerwise reload and what the CPU build of vLLM keeps beside the we
 Does not know versions, pausing or the prefix cache: see `publish.py`.
 
 Invariants:
-* a file is checked against the model's tensors before the model is touched: one that does
-  not fit is refused, and the old weights stay served;
+* a file is checked against its checksums and the model's tensors before the model is touched: one that
+  is damaged, another than the one that is meant, or does not fit is refused, and the old weights stay served;
+* a file that changes between that and the end of loading is an error, never new weights;
 * when `update_weights` has returned, everything that computes logits is new;
 * a worker dies with the process that started it, so that no engine is left without a server.
 """
@@ -31,6 +32,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from spangrad.errors import PolicyError
 from spangrad.trainer.processes import die_with_parent
+from spangrad.trainer.serving.checksums import check_weights, file_state
 from spangrad.trainer.serving.vllm_plugin import REFUSAL
 from spangrad.trainer.serving.weight_files import Shapes, folder_shapes, misfit, read_shapes
 
@@ -48,6 +50,8 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 
     path: str
     """A safetensors file that every worker can read, with Hugging Face tensor names."""
+    digest: str | None = None
+    """What `weights_digest` said of the file that is meant; None: it was not asked."""
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -78,8 +82,9 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Replace the model's weights by the file's."""
-        self._refuse_misfit(update_info.path)
         started = time.perf_counter()
+        state = self._refuse_unfit(update_info)
+        checked = time.perf_counter()
         initialize_layerwise_reload(self.model)
         self.model.load_weights(_tensors(update_info.path))  # type: ignore[operator]
         finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
@@ -87,7 +92,10 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             _repack_heads(self.model)
         else:
             torch.accelerator.synchronize()
-        logger.info("loaded %s in %.3f s", update_info.path, time.perf_counter() - started)
+        if file_state(update_info.path) != state:
+            raise RuntimeError(f"weights file {update_info.path!r} was changed while it was loaded")
+        times = (checked - started, time.perf_counter() - checked)
+        logger.info("checked %s in %.3f s and loaded it in %.3f s", update_info.path, *times)
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do."""
@@ -95,16 +103,20 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     def shutdown(self) -> None:
         """Nothing is held."""
 
-    def _refuse_misfit(self, path: str) -> None:
+    def _refuse_unfit(self, update_info: FileUpdateInfo) -> tuple[int, int, int]:
+        """Check the file; returns its state, which must not change before all is loaded."""
+        path = update_info.path
         try:
+            state = file_state(path)
             found = read_shapes(path)
-        except PolicyError as error:
-            raise ValueError(f"{REFUSAL}can't be read: {error}") from error
-        if self._expected is None:
-            return
-        is_tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
-        if reason := misfit(found, self._expected, has_tied_head=is_tied):
-            raise ValueError(f"{REFUSAL}does not fit the served model: {reason}")
+            check_weights(path, update_info.digest)
+        except (PolicyError, OSError) as error:
+            raise ValueError(f"{REFUSAL}can't be used: {error}") from error
+        if self._expected is not None:
+            is_tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+            if reason := misfit(found, self._expected, has_tied_head=is_tied):
+                raise ValueError(f"{REFUSAL}does not fit the served model: {reason}")
+        return state
 
 
 def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -38,6 +38,12 @@ LengthOption = Annotated[
 SeqsOption = Annotated[
     int, typer.Option("--max-num-seqs", min=1, help="Requests worked on at the same time.")
 ]
+LoraRankOption = Annotated[
+    int,
+    typer.Option(
+        "--lora-rank", min=0, max=512, help="Largest rank of adapters (serving.transfer = lora); 0: none."
+    ),
+]
 
 
 class PolicyKind(StrEnum):
@@ -184,6 +190,7 @@ def serve(
     max_num_seqs: SeqsOption = 32,
     dtype: Annotated[str, typer.Option("--dtype", help="float32, or bfloat16.")] = "float32",
     threads: Annotated[int, typer.Option("--threads", min=1, help="CPU threads of the model.")] = 1,
+    lora_rank: LoraRankOption = 0,
     log: Annotated[Path, typer.Option("--log", help="File for vLLM's own output.")] = Path(
         ".spangrad/logs/engine.log"
     ),
@@ -207,6 +214,7 @@ def serve(
             max_num_seqs=max_num_seqs,
             dtype=dtype,
             threads=threads,
+            lora_rank=lora_rank,
             log=str(log),
         )
     )
@@ -244,6 +252,7 @@ def up(
     name: NameOption = "policy",
     max_model_len: LengthOption = 1024,
     max_num_seqs: SeqsOption = 32,
+    lora_rank: LoraRankOption = 0,
 ) -> None:
     """Start hub, gateway and engine together on this machine, and keep them running.
 
@@ -275,6 +284,7 @@ def up(
                 served_name=name,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
+                lora_rank=lora_rank,
             ),
             say=_say,
         )
