@@ -17,6 +17,7 @@ from tests.bench.large_store import bench_large
 from tests.bench.learner import bench_dense
 from tests.bench.packing import bench_packing
 from tests.bench.pairs import Pair, show
+from tests.bench.publishing import bench_publish
 from tests.bench.queue_benches import bench_queue
 from tests.bench.store_benches import bench_floor, bench_growth, bench_ingest
 from tests.bench.tree_benches import bench_trees
@@ -49,6 +50,7 @@ def main() -> None:
         "estimators": bench_estimators,
         "trees": partial(bench_trees, options.agl_03, options.agl_verl),
         "packing": bench_packing,
+        "publish": bench_publish,
         "large": partial(bench_large, options.large),
     }
     if unknown := sorted(set(names) - set(known)):
@@ -85,6 +87,7 @@ FIGURES = (
     "estimators",
     "trees",
     "packing",
+    "publish",
     "large",
 )
 SLOW = ("large",)
