@@ -23,7 +23,7 @@ from tests.bench.hub_load import hub
 
 GROUPS, MEMBERS = 8, 4
 SLOTS = GROUPS * MEMBERS // 2
-MEAN_S, LEARN_S = 0.5, 0.2
+MEAN_S, LEARN_S = 1.0, 0.2
 """Mean time of a rollout; of an update with its publish."""
 
 
@@ -32,8 +32,8 @@ class Sleepers:
 
     def __init__(self, url: str, run_id: str, slots: int) -> None:
         self.version = 0
-        self.slept_s: dict[str, float] = {}
-        """How long each rollout was to take."""
+        self.slept: list[tuple[float, float]] = []
+        """When rollouts began and ended, on the monotonic clock."""
         self._store = HubClient(url)
         self._run_id = run_id
         self._rng = random.Random(0)
@@ -60,9 +60,9 @@ class Sleepers:
     def _work(self) -> None:
         claim = partial(self._store.claim, worker="sleeper", run_id=self._run_id, split="train")
         while not self._is_stopping and (claimed := claim(policy_version=self.version)):
-            seconds = self._rng.lognormvariate(np.log(MEAN_S) - 0.5, 1.0)
-            self.slept_s[claimed[0].rollout_id] = seconds
+            began, seconds = time.monotonic(), self._rng.lognormvariate(np.log(MEAN_S) - 0.5, 1.0)
             time.sleep(seconds)
+            self.slept.append((began, began + seconds))
             self._store.finish(claimed[0].rollout_id, claimed[0].attempt)
 
     def returned(self) -> list[WorkerReport]:
@@ -78,13 +78,13 @@ class Sleepers:
         self._store.close()
 
 
-def bench_ahead(*, updates: int = 48) -> list[Figure]:
-    """Rollouts learned a second, of what the slots can do, for several `rollout.max_staleness`."""
+def bench_ahead(*, updates: int = 32) -> list[Figure]:
+    """Rollouts done a second, of what the slots can do, for several `rollout.max_staleness`."""
     with tempfile.TemporaryDirectory() as folder:
         process, _ = hub(folder, "ahead")
         with process:
             ahead = _busy(process.url, staleness=8, slots=SLOTS, updates=updates)
-            default = _busy(process.url, staleness=1, slots=SLOTS, updates=updates // 3)
+            default = _busy(process.url, staleness=1, slots=SLOTS, updates=updates // 2)
             waiting = _busy(process.url, staleness=0, slots=SLOTS, updates=updates // 4)
             alone = _busy(process.url, staleness=0, slots=GROUPS * MEMBERS, updates=updates // 4)
             process.terminate()
@@ -94,7 +94,7 @@ def bench_ahead(*, updates: int = 48) -> list[Figure]:
     size = f"{GROUPS} groups of {MEMBERS}"
     return [
         Figure(
-            f"learned, of what {SLOTS} slots can do, {size}: staleness 8",
+            f"rollouts/s, of what {SLOTS} slots can do, {size}: staleness 8",
             *(ahead, "", None, 0.9),
             note=f"1: {default:.2f}; 0: {waiting:.2f}",
         ),
@@ -107,7 +107,7 @@ def bench_ahead(*, updates: int = 48) -> list[Figure]:
 
 
 def _busy(url: str, *, staleness: int, slots: int, updates: int) -> float:
-    """Time of rollouts that were learned while the run was in its stride, of the time of the slots."""
+    """Share of the slots' time that rollouts took, while the run was in its stride."""
     run_id = f"ahead-{staleness}-{slots}"
     store = HubClient(url)
     crew = Sleepers(url, run_id, slots)
@@ -121,7 +121,6 @@ def _busy(url: str, *, staleness: int, slots: int, updates: int) -> float:
         before_round=lambda: None,
     )
     ends: list[float] = []
-    learned: list[float] = []
     with feeder.started(update_index=0, policy_version=0):
         for index in range(updates):
             ids = [rollout.rollout_id for rollout in feeder.take().rollouts]
@@ -130,10 +129,11 @@ def _busy(url: str, *, staleness: int, slots: int, updates: int) -> float:
             crew.version = index + 1
             feeder.advance(update_index=index + 1, policy_version=index + 1)
             ends.append(time.monotonic())
-            learned.append(sum(crew.slept_s[one] for one in ids))
     store.close()
-    first, last = staleness + 1, updates - staleness - 2  # before and behind them slots are empty or fill up
-    return sum(learned[first + 1 : last + 1]) / (slots * (ends[last] - ends[first]))
+    # Before and behind these updates slots fill up and empty. Between them what is done is learned.
+    since, until = ends[staleness + 1], ends[updates - staleness - 2]
+    busy_s = sum(max(0.0, min(end, until) - max(began, since)) for began, end in crew.slept)
+    return busy_s / (slots * (until - since))
 
 
 def _set(run_id: str, index: int) -> list[list[Rollout]]:

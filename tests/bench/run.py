@@ -90,7 +90,7 @@ FIGURES = (
     "publish",
     "large",
 )
-SLOW = ("large",)
+SLOW = ("ahead", "large")
 """Only when named."""
 
 

@@ -54,7 +54,7 @@ class Ground:
             engine_url = "{self.stack.engine_url}"
             gateway_url = "{self.stack.gateway_url}"
             model = "{self.model}"
-            engine_wait_s = 60
+            engine_wait_s = 180
             [agent]
             function = "{HERE}/counting_agent.py:{values["function"]}"
             tasks = "{HERE}/counting_agent.py:tasks"

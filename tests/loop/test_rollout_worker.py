@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import ray
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from spangrad.adapters.calls import calls_of
@@ -21,8 +22,10 @@ from spangrad.store import open_store
 from spangrad.store.records import Rollout, RolloutStatus
 from spangrad.tracer.gateway import GatewayConfig, running
 from spangrad.tracer.hub_exporter import HubExporter
+from spangrad.trainer.cluster import start_ray
 from spangrad.trainer.processes import free_port
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
+from spangrad.trainer.rollouts.scheduling import run_rollouts
 from spangrad.trainer.rollouts.worker import FREE_GATEWAY_RETRIES, RolloutWorker
 from spangrad.trainer.up import Stack, UpConfig
 from tests.gateway.stub_engine import stub_engine
@@ -40,6 +43,29 @@ def hub(tmp_path_factory):
     with Stack(config) as stack:
         stack.start_hub()
         yield stack
+
+
+def config_of(hub, tmp_path, function, reward, timeout_s, file, gateway, **settings):
+    return WorkerConfig(
+        store=hub.hub_url,
+        evaluator_key=hub.keys.evaluator,
+        agent_key=hub.keys.agent,
+        gateway_url=gateway or "http://127.0.0.1:9",
+        engine_urls=settings.get("engine_urls", ()),
+        model="none",
+        function=f"{file or HERE / 'odd_agents.py'}:{function}",
+        reward=f"{HERE / 'odd_agents.py'}:{reward}",
+        base_dir=str(HERE),
+        run_id=tmp_path.name,
+        split="train",
+        concurrency=settings.get("concurrency", 4),
+        timeout_s=timeout_s,
+        temperature=1.0,
+        log=str(tmp_path / "agent.log"),
+        has_gateway=gateway is not None,
+        policy_version=settings.get("policy_version"),
+        turns_reply="Enough.",
+    )
 
 
 def work(
@@ -73,26 +99,7 @@ def work(
         for name, task in tasks.items()
     ]
     store.enqueue(rollouts)
-    config = WorkerConfig(
-        store=hub.hub_url,
-        evaluator_key=hub.keys.evaluator,
-        agent_key=hub.keys.agent,
-        gateway_url=gateway or "http://127.0.0.1:9",
-        engine_urls=settings.get("engine_urls", ()),
-        model="none",
-        function=f"{file or HERE / 'odd_agents.py'}:{function}",
-        reward=f"{HERE / 'odd_agents.py'}:{reward}",
-        base_dir=str(HERE),
-        run_id=run_id,
-        split="train",
-        concurrency=settings.get("concurrency", 4),
-        timeout_s=timeout_s,
-        temperature=1.0,
-        log=str(tmp_path / "agent.log"),
-        has_gateway=gateway is not None,
-        policy_version=settings.get("policy_version"),
-        turns_reply="Enough.",
-    )
+    config = config_of(hub, tmp_path, function, reward, timeout_s, file, gateway, **settings)
     worker = RolloutWorker()
     try:
         report = worker.run(config)
@@ -157,6 +164,18 @@ def test_a_rollout_that_ends_while_a_slow_grader_works_is_not_overdue(hub, tmp_p
 def test_a_grader_that_exits_gives_no_reward(hub, tmp_path):
     found, rewards, report = work(hub, tmp_path, {"a": {"what": "a"}}, reward="exiting_reward")
     assert found["a"].status is RolloutStatus.SUCCEEDED and rewards == {} and report.reward_errors == 1
+
+
+def test_a_worker_that_dies_is_replaced_and_its_rollout_run_again(hub, tmp_path, caplog):
+    task = {"what": "kill worker", "marker": str(tmp_path / "marker")}
+    config = config_of(hub, tmp_path, "run", "reward", 60.0, None, None)
+    store = open_store(hub.hub_url, hub.keys.trainer)
+    start_ray()
+    (ended,), _ = run_rollouts(store, [Rollout("dies", run_id=tmp_path.name, task=task)], config, workers=1)
+    store.close()
+    ray.shutdown()
+    assert (ended.status, ended.attempt) == (RolloutStatus.SUCCEEDED, 1)
+    assert "a rollout worker died and is replaced" in caplog.text
 
 
 def is_running(hub, tmp_path):
@@ -264,7 +283,7 @@ def test_rollouts_have_their_turns_and_end_by_themselves(hub, tmp_path):
 def running_gateway(hub, engine):
     """A gateway with the hub's keys, as `spangrad gateway --keys` has them."""
     config = GatewayConfig(
-        engine_url=engine.url,
+        engine_urls=(engine.url,),
         store=hub.hub_url,
         store_key=hub.keys.evaluator,
         agent_key=hub.keys.agent,

@@ -100,8 +100,8 @@ class Threads:
 
 
 def learner(config: TrainConfig, model: Path) -> Learner:
-    settings = {"model_path": str(model), "lr": config.learner.lr, "seed": config.run.seed, "threads": 1}
-    return Learner(LearnerConfig(**settings))
+    lr, seed = config.learner.lr, config.run.seed
+    return Learner(LearnerConfig(model_path=str(model), lr=lr, seed=seed, threads=1))
 
 
 @pytest.fixture(scope="module")

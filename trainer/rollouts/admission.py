@@ -4,11 +4,13 @@ With B = `rollout.groups_per_update` and k = `rollout.max_staleness`:
 
     admitted <= learned + (k + 1 + refills) B      learned: by updates whose weights are published
     update u waits for B complete groups, and for every begun one whose oldest version is u - k or older;
-    it takes the latter, and then others in the order in which they were admitted
+    it takes the latter, and then others in the order in which they were admitted until it has B
 
-While version u is served, no more than B groups can be as old as u - k: those that began under it were
-admitted when (k + 1) B were out, and every update since has taken B. So no trained token is older than k,
-nothing is thrown away, and with k = 0 one set after the other is asked for: the synchronous algorithm.
+So no trained token is older than k, nothing is thrown away, and with k = 0 one set after the other is asked
+for: the synchronous algorithm. With k = 0 and k = 1 an update has B groups: those that began under version
+u - 1 or before were admitted when at most 2 B were out, and update u - 1 has taken B of them. With k above 1
+it may have more: updates before it may have taken younger groups that were complete sooner, and then all that
+can't wait are taken at once.
 
 Pure. Knows no store, no clock, no workers.
 """
@@ -52,7 +54,7 @@ class Pace:
         return max(0, learned + ahead * self.groups_per_update - admitted)
 
     def taken(self, groups: Sequence[Group], version: int) -> list[Group] | None:
-        """What an update of the weights `version` takes now; None: it has to wait."""
+        """What an update of the weights `version` takes now, B groups or more; None: it has to wait."""
         due = {group.group_id for group in groups if self._is_due(group, version)}
         complete = [group for group in groups if not group.unfinished]
         if len(complete) < self.groups_per_update or any(g.unfinished for g in groups if g.group_id in due):

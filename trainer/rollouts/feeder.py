@@ -249,8 +249,7 @@ class Feeder:
         with self._changed:
             names = [name for name, group in self._out.items() if group.unfinished]
         rows = self._store.query(_LOOK, [time.time_ns(), self._run_id, names]) if names else []
-        claimable = sum(row["claimable"] for row in rows)
-        running = sum(row["running"] for row in rows)
+        claimable, running = (sum(int(row[name]) for row in rows) for name in ("claimable", "running"))
         now = time.monotonic()
         with self._changed:
             self._running_s += running * (now - self._looked)
