@@ -283,7 +283,7 @@ def test_rollouts_have_their_turns_and_end_by_themselves(hub, tmp_path):
 def running_gateway(hub, engine):
     """A gateway with the hub's keys, as `spangrad gateway --keys` has them."""
     config = GatewayConfig(
-        engine_urls=(engine.url,),
+        engine_url=engine.url,
         store=hub.hub_url,
         store_key=hub.keys.evaluator,
         agent_key=hub.keys.agent,
