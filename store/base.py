@@ -9,6 +9,7 @@ from spangrad.store.records import (
     Ending,
     LogRecord,
     Policy,
+    PolicyDecision,
     Reward,
     RewardAuthor,
     Rollout,
@@ -238,6 +239,18 @@ class Store(Protocol):
 
     def policies(self, run_id: str | None = None) -> list[Policy]:
         """Published versions, in order."""
+        ...
+
+    def decide(self, decision: PolicyDecision) -> bool:
+        """Record what was decided about a published version. Returns False if it was recorded before.
+
+        Raises StoreError if there is no such version, or the decision does not fit those before it:
+        a trainer promotes what has an evaluation, and rolls back to what is promoted.
+        """
+        ...
+
+    def decisions(self, run_id: str | None = None) -> list[PolicyDecision]:
+        """Decisions about the versions of a run (all without), in order."""
         ...
 
     def query(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -22,6 +23,7 @@ from spangrad.store.records import (
     Ending,
     LogRecord,
     Policy,
+    PolicyDecision,
     Reward,
     RewardAuthor,
     Rollout,
@@ -254,6 +256,15 @@ class HubClient:
     def policies(self, run_id: str | None = None) -> list[Policy]:
         """Published versions, in order."""
         return records_from_wire(Policy, self._call("policies", {"run_id": run_id}))
+
+    def decide(self, decision: PolicyDecision) -> bool:
+        """Record what was decided about a published version. Returns False if it was recorded before."""
+        stamped = replace(decision, time_ns=decision.time_ns or time.time_ns())
+        return bool(self._call("decide", {"decision": record_to_wire(stamped)}))
+
+    def decisions(self, run_id: str | None = None) -> list[PolicyDecision]:
+        """Decisions about the versions of a run (all without), in order."""
+        return records_from_wire(PolicyDecision, self._call("decisions", {"run_id": run_id}))
 
     def put_metrics(self, run_id: str, update_index: int, metrics: Mapping[str, float]) -> None:
         """Add numbers to a committed update, those of its publish, say; a known name is replaced."""

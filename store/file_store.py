@@ -20,6 +20,7 @@ from spangrad.store.records import (
     Ending,
     LogRecord,
     Policy,
+    PolicyDecision,
     Reward,
     RewardAuthor,
     Rollout,
@@ -34,6 +35,7 @@ from spangrad.store.requests import logs_request, trace_request
 from spangrad.store.schema import TABLES
 from spangrad.store.tables import call_keys, claims, ledger, queue, sessions, unread
 from spangrad.store.tables.database import OUTAGES, Database, store_error
+from spangrad.store.tables.decisions import insert_decision, select_decisions
 from spangrad.store.tables.evaluations import reward_by_records, reward_by_traces
 from spangrad.store.tables.logs import insert_logs, read_logs
 from spangrad.store.tables.outcomes import settle_outcomes
@@ -386,6 +388,16 @@ class FileStore:
         """Published versions, in order."""
         with self._database.snapshot() as con:
             return ledger.select_policies(con, run_id)
+
+    def decide(self, decision: PolicyDecision) -> bool:
+        """Record what was decided about a published version. Returns False if it was recorded before."""
+        with self._database.transaction() as con:
+            return insert_decision(con, decision)
+
+    def decisions(self, run_id: str | None = None) -> list[PolicyDecision]:
+        """Decisions about the versions of a run (all without), in order."""
+        with self._database.snapshot() as con:
+            return select_decisions(con, run_id)
 
     def put_metrics(self, run_id: str, update_index: int, metrics: Mapping[str, float]) -> None:
         """Add numbers to a committed update, those of its publish, say; a known name is replaced."""

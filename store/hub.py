@@ -103,7 +103,7 @@ def create_app(
 
     Args:
         store: Where everything goes.
-        keys: Who may do what; without, every caller is a trainer.
+        keys: Who may do what; without, every caller is an admin.
         allowed_hosts: Names that a request's Host may have; by default loopback's without keys,
             any with keys (a web page that gets here by DNS rebinding has no key).
         on_invalidated: Called when DuckDB met a fatal error: every request gets 503 from then on.
@@ -303,7 +303,7 @@ class _Hub:
 
     def _check_key(self, request: Request, least: Role) -> Role:
         if self._keys is None:
-            return Role.TRAINER
+            return Role.ADMIN
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         role = self._keys.role_of(key.strip()) if scheme.lower() == "bearer" else None
         if role is None:

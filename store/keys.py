@@ -1,4 +1,4 @@
-"""Who may do what: three keys, one a role.
+"""Who may do what: four keys, one a role.
 
 Knows keys and roles; knows no HTTP. Invariants: a key is compared in constant time; a
 key file is readable by its owner alone, or refused.
@@ -25,7 +25,9 @@ class Role(IntEnum):
     EVALUATOR = 2
     """Also work on rollouts, reward them, read, and vouch for calls as a gateway does."""
     TRAINER = 3
-    """Everything."""
+    """Also write all that a training run writes: queue, updates, policies, decisions by its rule."""
+    ADMIN = 4
+    """Everything: also promote and roll back by hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +37,20 @@ class Keys:
     agent: str
     evaluator: str
     trainer: str
+    admin: str | None = None
+    """None, as in older files: the trainer's key is the admin's too."""
 
     def __post_init__(self) -> None:
         """Refuse keys that would not keep roles apart."""
-        values = (self.agent, self.evaluator, self.trainer)
+        values = [key for _, key in self._by_role()]
         if len(set(values)) < len(values) or any(len(value) < MIN_KEY_CHARS for value in values):
             raise ConfigError(
-                f"the three keys of a hub must differ and have {MIN_KEY_CHARS} characters or more; "
-                "make new ones"
+                f"the keys of a hub must differ and have {MIN_KEY_CHARS} characters or more; make new ones"
             )
 
     @classmethod
     def generate(cls) -> Self:
-        """Three fresh random keys."""
+        """A fresh random key for each role."""
         return cls(*(f"sg-{field.name}-{secrets.token_urlsafe(24)}" for field in fields(cls)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -77,17 +80,24 @@ class Keys:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
-                f"{str(file)!r} is no key file; it needs JSON with agent, evaluator and trainer"
+                f"{str(file)!r} is no key file; it needs JSON with agent, evaluator, trainer and admin"
             ) from error
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """The keys that no agent has."""
+        return tuple(key for role, key in self._by_role() if role > Role.AGENT)
 
     def role_of(self, key: str) -> Role | None:
         """The role of a key, None if it is none of ours."""
         found = None
-        for role, own in (
-            (Role.AGENT, self.agent),
-            (Role.EVALUATOR, self.evaluator),
-            (Role.TRAINER, self.trainer),
-        ):
+        for role, own in self._by_role():
             if hmac.compare_digest(key.encode(), own.encode()):
                 found = role
         return found
+
+    def _by_role(self) -> list[tuple[Role, str]]:
+        own = [(Role.AGENT, self.agent), (Role.EVALUATOR, self.evaluator)]
+        if self.admin is None:
+            return [*own, (Role.ADMIN, self.trainer)]
+        return [*own, (Role.TRAINER, self.trainer), (Role.ADMIN, self.admin)]

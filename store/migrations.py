@@ -154,6 +154,16 @@ def m015_events(con: duckdb.DuckDBPyConnection) -> None:
     )
 
 
+def m016_policy_decisions(con: duckdb.DuckDBPyConnection) -> None:
+    """Which versions were promoted or given up, by whom and why; the view `policy_lineage`."""
+    con.execute(
+        "CREATE TABLE IF NOT EXISTS policy_decisions (seq BIGINT NOT NULL, run_id VARCHAR NOT NULL, "
+        "policy_version INTEGER NOT NULL, decision VARCHAR NOT NULL, decided_by VARCHAR NOT NULL, "
+        "reason VARCHAR NOT NULL, metrics JSON NOT NULL, to_version INTEGER, path VARCHAR, "
+        "time_ns BIGINT NOT NULL, PRIMARY KEY (seq))"
+    )
+
+
 MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m001_initial,
     m002_place_of_calls,
@@ -170,6 +180,7 @@ MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m013_lineage,
     m014_turn_budgets,
     m015_events,
+    m016_policy_decisions,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

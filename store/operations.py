@@ -7,11 +7,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from spangrad.errors import StoreError
+from spangrad.errors import PermissionDeniedError, StoreError
 from spangrad.store.checking import check_arguments
 from spangrad.store.file_store import FileStore
 from spangrad.store.keys import Role
-from spangrad.store.records import Ending, Policy, Reward, RewardAuthor, Rollout, RunEvent, Update
+from spangrad.store.records import (
+    DecisionAuthor,
+    Ending,
+    Policy,
+    PolicyDecision,
+    Reward,
+    RewardAuthor,
+    Rollout,
+    RunEvent,
+    Update,
+)
 from spangrad.store.wire import record_from_wire, record_to_wire, records_from_wire, status_from_wire
 
 Arguments = dict[str, Any]
@@ -20,6 +30,7 @@ AUTHORS: Final = {
     Role.AGENT: RewardAuthor.AGENT,
     Role.EVALUATOR: RewardAuthor.EVALUATOR,
     Role.TRAINER: RewardAuthor.OPERATOR,
+    Role.ADMIN: RewardAuthor.OPERATOR,
 }
 """Who is the author of what came with a key."""
 
@@ -98,6 +109,19 @@ def _policies(store: FileStore, arguments: Arguments, role: Role) -> list[dict[s
     return [record_to_wire(policy) for policy in store.policies(**arguments)]
 
 
+def _decide(store: FileStore, arguments: Arguments, role: Role) -> bool:
+    decision = record_from_wire(PolicyDecision, arguments.get("decision"))
+    if decision.decided_by is DecisionAuthor.ADMIN and role < Role.ADMIN:
+        raise PermissionDeniedError(
+            f"decisions of an admin need the admin key, this is the {role.name.lower()} key"
+        )
+    return store.decide(decision)
+
+
+def _decisions(store: FileStore, arguments: Arguments, role: Role) -> list[dict[str, Any]]:
+    return [record_to_wire(decision) for decision in store.decisions(**arguments)]
+
+
 def _put_metrics(store: FileStore, arguments: Arguments, role: Role) -> None:
     store.put_metrics(**arguments)
 
@@ -154,6 +178,8 @@ def _with_status(arguments: Arguments) -> Arguments:
 OPERATIONS: Final[Mapping[str, Operation]] = {
     "claim": Operation(Role.EVALUATOR, _claim),
     "commit_update": Operation(Role.TRAINER, _commit_update),
+    "decide": Operation(Role.TRAINER, _decide),
+    "decisions": Operation(Role.EVALUATOR, _decisions),
     "enqueue": Operation(Role.TRAINER, _enqueue),
     "events": Operation(Role.EVALUATOR, _events),
     "finish": Operation(Role.EVALUATOR, _finish),

@@ -40,6 +40,41 @@ class RewardAuthor(StrEnum):
     """A person or an import, with the trainer's key."""
 
 
+class Decision(StrEnum):
+    """What was decided about a published version."""
+
+    PROMOTED = "promoted"
+    """It is the promoted one from now on: what production is served."""
+    KEPT = "kept"
+    """It was evaluated and stays a candidate."""
+    ROLLED_BACK = "rolled_back"
+    """It and all others newer than `to_version` are given up; `to_version` is the promoted one."""
+    RESTORED = "restored"
+    """It has the weights of `to_version`, after a rollback, and is the promoted one in its place."""
+
+
+class DecisionAuthor(StrEnum):
+    """Who decided; a claim that the store refuses to a key of a lower role."""
+
+    TRAINER = "trainer"
+    """The program that trains the run, by its rule."""
+    ADMIN = "admin"
+    """A person."""
+
+
+class PolicyStatus(StrEnum):
+    """Where a version stands; follows from the decisions (view `policy_lineage`)."""
+
+    CANDIDATE = "candidate"
+    """Published; not promoted so far."""
+    PROMOTED = "promoted"
+    """The one of its run that is promoted now."""
+    SUPERSEDED = "superseded"
+    """It was promoted, and another one is now."""
+    ROLLED_BACK = "rolled_back"
+    """It was given up."""
+
+
 class RepeatedKeys(dict[str, Any]):
     """Attributes with keys that were sent more than once: the last value counts, others are `hidden`."""
 
@@ -321,3 +356,35 @@ class Policy:
     time_ns: int = 0
     parent_version: int | None = None
     note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyDecision:
+    """One decision about a published version. Decisions are only ever added; the last one counts."""
+
+    run_id: str
+    policy_version: int
+    """The version that it is about; of a rollback the newest one that is given up."""
+    decision: Decision
+    decided_by: DecisionAuthor
+    reason: str
+    """Why, for people."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the evaluation found: `success`, `promoted_success`, `tasks`, ..."""
+    to_version: int | None = None
+    """The version whose weights stand in, of a rollback and of what restores it."""
+    path: str | None = None
+    """Folder where the weights of a promoted version are kept for good."""
+    time_ns: int = 0
+    """When; the sender's clock. The same decision of the same time is one."""
+
+
+def promoted_version(decisions: Iterable[PolicyDecision]) -> int | None:
+    """The promoted version after these decisions of one run, in order; None: none was promoted."""
+    promoted: int | None = None
+    for one in decisions:
+        if one.decision in (Decision.PROMOTED, Decision.RESTORED):
+            promoted = one.policy_version
+        elif one.decision is Decision.ROLLED_BACK:
+            promoted = one.to_version
+    return promoted

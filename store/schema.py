@@ -300,6 +300,25 @@ POLICIES = Table(
     key=("run_id", "policy_version"),
 )
 
+POLICY_DECISIONS = Table(
+    "policy_decisions",
+    "Who promoted or gave up which version, and why. Only ever added to; `policy_lineage` has where each "
+    "version stands now.",
+    (
+        Column("seq", "BIGINT", "order of the decisions"),
+        Column("run_id", "VARCHAR", "training run"),
+        Column("policy_version", "INTEGER", "version; of a rollback the newest that is given up"),
+        Column("decision", "VARCHAR", "promoted, kept, rolled_back or restored"),
+        Column("decided_by", "VARCHAR", "trainer: by its rule; admin: a person"),
+        Column("reason", "VARCHAR", "why"),
+        Column("metrics", "JSON", "what the evaluation found, by name"),
+        Column("to_version", "INTEGER", "version whose weights stand in, after a rollback", True),
+        Column("path", "VARCHAR", "folder where the weights of a promoted version are kept", True),
+        Column("time_ns", "BIGINT", "Unix time, ns; the sender's clock"),
+    ),
+    key=("seq",),
+)
+
 UPDATES = Table(
     "updates",
     "One optimizer step; committed in one transaction with everything it consumed.",
@@ -429,6 +448,7 @@ TABLES = (
     ROLLOUTS,
     REWARDS,
     POLICIES,
+    POLICY_DECISIONS,
     UPDATES,
     UPDATE_SAMPLES,
     UPDATE_READS,

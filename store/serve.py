@@ -41,7 +41,7 @@ def serve(
         path: Store file, made if need be.
         host: Address to listen on; other than loopback only with keys.
         port: Port; 0 takes a free one.
-        keys: Who may do what; without, every caller is a trainer.
+        keys: Who may do what; without, every caller is an admin.
         on_ready: Called with the hub's URL once requests are answered.
         beside: Run in a thread meanwhile; it is to return soon when the event is set.
 

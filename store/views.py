@@ -144,4 +144,43 @@ ALARMS = View(
     """,
 )
 
-VIEWS = (STEPS, TOOLS, TOOL_ERRORS, LINEAGE, TRUSTED_REWARDS, OUTCOMES, GRADES, ALARMS)
+POLICY_LINEAGE = View(
+    "policy_lineage",
+    "Each published version with its parent, where it stands (candidate, promoted, superseded or "
+    "rolled_back), the update that made it, and the last decision about it: by whom, why, on what metrics.",
+    """
+    WITH became AS (
+      SELECT run_id, seq, if(decision = 'rolled_back', to_version, policy_version) AS policy_version,
+        'promoted' AS status
+      FROM policy_decisions WHERE decision <> 'kept'
+      UNION ALL
+      SELECT d.run_id, d.seq, p.policy_version, 'rolled_back'
+      FROM policy_decisions d JOIN policies p ON p.run_id = d.run_id
+        AND p.policy_version > d.to_version AND p.policy_version <= d.policy_version
+      WHERE d.decision = 'rolled_back'),
+    latest AS (
+      SELECT run_id, policy_version, arg_max(status, seq) AS status FROM became GROUP BY ALL),
+    promoted AS (
+      SELECT run_id, arg_max(policy_version, seq) AS policy_version FROM became
+      WHERE status = 'promoted' GROUP BY ALL),
+    said AS (
+      SELECT run_id, policy_version, arg_max(decided_by, seq) AS decided_by, arg_max(reason, seq) AS reason,
+        arg_max(time_ns, seq) AS time_ns, arg_max(path, seq) AS path,
+        arg_max(metrics, seq) FILTER (metrics::VARCHAR <> '{}') AS metrics
+      FROM policy_decisions GROUP BY ALL)
+    SELECT p.run_id, p.policy_version, p.parent_version,
+      CASE WHEN b.status IS NULL THEN 'candidate' WHEN b.status = 'rolled_back' THEN 'rolled_back'
+        WHEN m.policy_version = p.policy_version THEN 'promoted' ELSE 'superseded' END AS status,
+      u.update_index, r.value AS reward_mean, (s.metrics->>'$.success')::DOUBLE AS success, s.metrics,
+      s.decided_by, s.reason, TRY(make_timestamp_ns(s.time_ns)) AS decided,
+      TRY(make_timestamp_ns(p.time_ns)) AS published, coalesce(s.path, p.path) AS path
+    FROM policies p
+    LEFT JOIN latest b USING (run_id, policy_version) LEFT JOIN said s USING (run_id, policy_version)
+    LEFT JOIN promoted m ON m.run_id = p.run_id
+    LEFT JOIN updates u ON u.run_id = p.run_id AND u.policy_version = p.policy_version
+    LEFT JOIN metrics r ON r.run_id = u.run_id AND r.update_index = u.update_index
+      AND r.name = 'reward/mean'
+    """,
+)
+
+VIEWS = (STEPS, TOOLS, TOOL_ERRORS, LINEAGE, POLICY_LINEAGE, TRUSTED_REWARDS, OUTCOMES, GRADES, ALARMS)

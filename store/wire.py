@@ -22,9 +22,12 @@ from spangrad.store.checking import check_fields
 from spangrad.store.encoding import decode_json, encode_json
 from spangrad.store.otlp import decode_logs, decode_request, encode_logs, encode_request
 from spangrad.store.records import (
+    Decision,
+    DecisionAuthor,
     Ending,
     LogRecord,
     Policy,
+    PolicyDecision,
     Reward,
     RewardAuthor,
     Rollout,
@@ -38,7 +41,17 @@ from spangrad.store.records import (
 )
 
 Record = TypeVar(
-    "Record", Rollout, Ending, Reward, Update, Policy, RunEvent, UpdateSample, UpdateRead, UnreadTrace
+    "Record",
+    Rollout,
+    Ending,
+    Reward,
+    Update,
+    Policy,
+    PolicyDecision,
+    RunEvent,
+    UpdateSample,
+    UpdateRead,
+    UnreadTrace,
 )
 
 SPANS_TYPE: Final = "application/x-spangrad-spans"
@@ -49,7 +62,7 @@ _END: Final = _SIZE.pack(0) * 2
 
 
 def record_to_wire(
-    record: Rollout | Ending | Reward | Update | Policy | RunEvent | UnreadTrace,
+    record: Rollout | Ending | Reward | Update | Policy | PolicyDecision | RunEvent | UnreadTrace,
 ) -> dict[str, Any]:
     """A record as a dict for `encode_json`."""
     return asdict(record)
@@ -109,6 +122,8 @@ def _reads(data: Any) -> list[UpdateRead]:
 _CONVERT: Final[Mapping[str, Callable[[Any], Any]]] = {
     "status": status_from_wire,
     "author": RewardAuthor,
+    "decision": Decision,
+    "decided_by": DecisionAuthor,
     "samples": _samples,
     "reads": _reads,
 }

@@ -41,7 +41,7 @@ WAIT_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RunKeys:
-    """The keys that a run uses, one a role; None on a hub without keys."""
+    """The keys that a run uses, one a role (it needs no admin's); None on a hub without keys."""
 
     agent: str | None = None
     evaluator: str | None = None
@@ -49,7 +49,7 @@ class RunKeys:
 
     @classmethod
     def of(cls, keys: Keys) -> "RunKeys":
-        """All three keys of a hub."""
+        """Those of a hub."""
         return cls(agent=keys.agent, evaluator=keys.evaluator, trainer=keys.trainer)
 
 

@@ -62,7 +62,7 @@ HostOption = Annotated[str, typer.Option("--host", help="Address to listen on.")
 KeysOption = Annotated[
     Path | None,
     typer.Option(
-        "--keys", help="File with the keys of agent, evaluator and trainer; made if it does not exist."
+        "--keys", help="File with the keys of agent, evaluator, trainer and admin; made if it does not exist."
     ),
 ]
 

@@ -173,7 +173,7 @@ def gateway(
             host=host,
             port=port,
             agent_key=None if loaded is None else loaded.agent,
-            operator_keys=() if loaded is None else (loaded.evaluator, loaded.trainer),
+            operator_keys=() if loaded is None else loaded.operators,
             policy=policy.value,
             fidelity=fidelity.value,
             redact=redact,
@@ -324,7 +324,7 @@ def _keys(file: Path | None) -> "Keys | None":
         keys.save(file)
     except OSError as error:
         raise ConfigError(f"keys can't be written to {str(file)!r}: {error.strerror}") from error
-    note(f"spangrad: new keys for agent, evaluator and trainer are in {file}")
+    note(f"spangrad: new keys for agent, evaluator, trainer and admin are in {file}")
     return keys
 
 
