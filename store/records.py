@@ -388,3 +388,27 @@ def promoted_version(decisions: Iterable[PolicyDecision]) -> int | None:
         elif one.decision is Decision.ROLLED_BACK:
             promoted = one.to_version
     return promoted
+
+
+def pending_rollback(decisions: Iterable[PolicyDecision]) -> PolicyDecision | None:
+    """The rollback that whoever trains the run has not carried out yet; a later promotion takes it back."""
+    pending: PolicyDecision | None = None
+    for one in decisions:
+        by_trainer = one.decided_by is DecisionAuthor.TRAINER
+        if one.decision is Decision.ROLLED_BACK:
+            pending = one
+        elif one.decision is Decision.PROMOTED or (one.decision is Decision.RESTORED and by_trainer):
+            pending = None
+    return pending
+
+
+def origin_of(version: int, decisions: Iterable[PolicyDecision]) -> int:
+    """The version that first had this one's weights: another one if a rollback put them back."""
+    sources = {
+        one.policy_version: one.to_version
+        for one in decisions
+        if one.decision is Decision.RESTORED and one.to_version is not None
+    }
+    while version in sources:
+        version = sources[version]
+    return version

@@ -42,6 +42,17 @@ def load_keys(config: TrainConfig) -> RunKeys:
     return RunKeys.of(Keys.load(resolve(config.hub.keys, config.base_dir)))
 
 
+def hold_folder(folder: Path) -> TextIO | None:
+    """Lock a run's folder until the file is closed; None if another process holds it."""
+    lock = (folder / "lock").open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        return None
+    return lock
+
+
 def claim_folder(folder: Path, config: TrainConfig) -> TextIO:
     """Take the run's folder for this process alone, and write the resolved config into it.
 
@@ -49,14 +60,10 @@ def claim_folder(folder: Path, config: TrainConfig) -> TextIO:
         ConfigError: Another process trains this run, or it was begun with settings that may not change.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / "lock").open("a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
+    if (lock := hold_folder(folder)) is None:
         raise ConfigError(
             f"run {config.run.id!r} is being trained by another process; stop it or choose another run.id"
-        ) from error
+        )
     file, now = folder / "config.json", json.loads(json.dumps(to_dict(config), default=str))
     if file.is_file():
         before = json.loads(file.read_text())

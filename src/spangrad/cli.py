@@ -20,6 +20,7 @@ from spangrad.commands import (
     keeping,
     lineage,
     listing,
+    policies,
     questions,
     recording,
     scoring,
@@ -103,6 +104,17 @@ app.command("serve", rich_help_panel=SERVE, epilog="Example: spangrad serve mode
 app.command("up", rich_help_panel=SERVE, epilog="Example: spangrad up models/policy")(services.up)
 app.command("train", rich_help_panel=TRAIN, epilog="Example: spangrad train run.toml --set learner.lr=1e-5")(
     training.train
+)
+app.command("policies", rich_help_panel=TRAIN, epilog="Example: spangrad policies --run text-to-sql --json")(
+    policies.policies
+)
+app.command(
+    "promote",
+    rich_help_panel=TRAIN,
+    epilog="Example: spangrad promote text-to-sql 7 --reason 'looks good'",
+)(policies.promote)
+app.command("rollback", rich_help_panel=TRAIN, epilog="Example: spangrad rollback text-to-sql --to 4")(
+    policies.rollback
 )
 app.command("demo", rich_help_panel=TRAIN, epilog="Example: spangrad demo --seed 1")(training.demo)
 app.command("doctor", rich_help_panel=TRAIN, epilog="Example: spangrad doctor --json")(training.doctor)

@@ -16,7 +16,13 @@ import duckdb
 
 from spangrad.errors import StoreError
 from spangrad.store.encoding import decode_json, encode_json
-from spangrad.store.records import Decision, DecisionAuthor, PolicyDecision, promoted_version
+from spangrad.store.records import (
+    Decision,
+    DecisionAuthor,
+    PolicyDecision,
+    pending_rollback,
+    promoted_version,
+)
 from spangrad.store.schema import POLICY_DECISIONS
 from spangrad.store.tables.rows import insert_rows, select_dicts
 
@@ -76,6 +82,8 @@ def _check(con: duckdb.DuckDBPyConnection, one: PolicyDecision, before: list[Pol
         return
     if one.decision is Decision.PROMOTED and not one.metrics.get("tasks", 0) > 0:
         raise StoreError(f"{what}: a trainer promotes what it evaluated; send the metrics, with `tasks`")
+    if one.decision is Decision.PROMOTED and pending_rollback(before) is not None:
+        raise StoreError(f"{what}: the run was rolled back meanwhile; a trainer carries that out first")
     promoted = promoted_version(before)
     if one.decision is Decision.ROLLED_BACK and one.to_version != promoted:
         raise StoreError(f"{what}: a trainer goes back to the promoted version, {promoted}")

@@ -1,5 +1,6 @@
 """Decisions about published versions, and where each version stands after them."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -172,7 +173,7 @@ def vars_of(decision: PolicyDecision) -> dict[str, Any]:
 
 def test_without_an_admin_key_the_trainers_is_the_admins(tmp_path: Path) -> None:
     old = tmp_path / "old.json"
-    old.write_text('{"agent": "%s", "evaluator": "%s", "trainer": "%s"}' % ("a" * 20, "e" * 20, "t" * 20))
+    old.write_text(json.dumps({"agent": "a" * 20, "evaluator": "e" * 20, "trainer": "t" * 20}))
     old.chmod(0o600)
     keys = Keys.load(old)
     assert [keys.role_of(letter * 20) for letter in "aetx"] == [Role.AGENT, Role.EVALUATOR, Role.ADMIN, None]

@@ -178,6 +178,16 @@ def load_record(folder: str | Path) -> Any:
     return _state(Path(folder))["record"]
 
 
+def load_counters(folder: str | Path) -> dict[str, Any]:
+    """The learner's counters in one checkpoint, without its tensors.
+
+    Raises:
+        StoreError: The folder is not a complete checkpoint of this format.
+    """
+    counters: dict[str, Any] = _state(Path(folder))["counters"]
+    return counters
+
+
 def load_checkpoint(folder: str | Path) -> Checkpoint:
     """Read one checkpoint.
 

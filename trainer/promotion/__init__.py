@@ -1,0 +1,1 @@
+"""Promotion: which version production is served, and what becomes of those that fail."""
