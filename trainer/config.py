@@ -10,6 +10,7 @@
     [preference]  which rollouts are better (spangrad.trainer.preference_config.PreferenceConfig)
     [learner]  optimizer and loss (spangrad.trainer.learning.learner.LearnerConfig)
     [eval]     held-out evaluation
+    [promotion]  which versions are promoted (spangrad.trainer.promotion.rule.PromotionConfig)
     [monitor]  what pauses a run, or warns (spangrad.trainer.monitoring.monitor_config.MonitorConfig)
 
 An unknown section or key is an error that names the nearest known one. Paths are relative to
@@ -35,6 +36,7 @@ from spangrad.trainer.curriculum.curriculum_config import CurriculumConfig
 from spangrad.trainer.learning.learner_config import CriticConfig, LearnerConfig, require
 from spangrad.trainer.monitoring.monitor_config import MonitorConfig, check_monitors
 from spangrad.trainer.preference_config import PreferenceConfig, check_effects
+from spangrad.trainer.promotion.rule import PromotionConfig
 from spangrad.trainer.serving.serving_config import ServingConfig
 
 T = TypeVar("T")
@@ -223,6 +225,7 @@ class TrainConfig:
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    promotion: PromotionConfig = field(default_factory=PromotionConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     base_dir: str = "."
     """Folder that relative paths start from."""

@@ -58,19 +58,7 @@ def evaluate(
         on_progress: Called with (ended, all).
     """
     count = config.eval.tasks if tasks is None else tasks
-    chosen = load_tasks(config.agent.tasks, "eval", count, seed=config.eval.seed, base_dir=config.base_dir)
-    rollouts = [
-        Rollout(
-            rollout_id=f"{config.run.id}-eval-{label}-v{policy_version:05d}-{index:04d}",
-            task_id=task["task_id"],
-            run_id=config.run.id,
-            task=task,
-            max_attempts=config.agent.max_attempts,
-            split=f"eval-{label}",
-            turn_budget=config.curriculum.most_turns,
-        )
-        for index, task in enumerate(chosen)
-    ]
+    rollouts = held_out_rollouts(config, label, policy_version, count)
     worker = worker_config(
         config,
         keys,
@@ -88,10 +76,10 @@ def evaluate(
         on_progress=on_progress,
     )
     values = values_of(store, ended, config.rollout.reward_authors, config.credit.reward_weights)
-    successes = sum(values.get(r.rollout_id, 0.0) >= config.eval.success_at for r in rollouts)
-    low, high = wilson_interval(successes, len(rollouts))
+    solved = sum(is_success(values.get(rollout.rollout_id), config) for rollout in rollouts)
+    low, high = wilson_interval(solved, len(rollouts))
     return Evaluation(
-        success=successes / len(rollouts),
+        success=solved / len(rollouts),
         low=low,
         high=high,
         n=len(rollouts),
@@ -99,6 +87,34 @@ def evaluate(
         policy_version=policy_version,
         unscored=len(rollouts) - len(values),
     )
+
+
+def held_out_rollouts(config: TrainConfig, label: str, policy_version: int, tasks: int) -> list[Rollout]:
+    """The rollouts of an evaluation: one of each of so many held-out tasks, in a fixed order."""
+    chosen = load_tasks(config.agent.tasks, "eval", tasks, seed=config.eval.seed, base_dir=config.base_dir)
+    return [
+        Rollout(
+            rollout_id=f"{config.run.id}-eval-{label}-v{policy_version:05d}-{index:04d}",
+            task_id=task["task_id"],
+            run_id=config.run.id,
+            task=task,
+            max_attempts=config.agent.max_attempts,
+            split=f"eval-{label}",
+            turn_budget=config.curriculum.most_turns,
+        )
+        for index, task in enumerate(chosen)
+    ]
+
+
+def successes(store: Store, config: TrainConfig, ended: Sequence[Rollout]) -> dict[str, bool]:
+    """Whether each of these rollouts succeeded."""
+    values = values_of(store, ended, config.rollout.reward_authors, config.credit.reward_weights)
+    return {one.rollout_id: is_success(values.get(one.rollout_id), config) for one in ended}
+
+
+def is_success(value: float | None, config: TrainConfig) -> bool:
+    """Whether the outcome of a rollout is a success; None, of one that failed or got no reward, is none."""
+    return value is not None and value >= config.eval.success_at
 
 
 def values_of(

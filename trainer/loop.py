@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,7 @@ from spangrad.trainer.learning import checkpoint
 from spangrad.trainer.monitoring.behavior import behavior_metrics
 from spangrad.trainer.monitoring.watch import Watch
 from spangrad.trainer.probe import probe_row, scored_whole
+from spangrad.trainer.promotion.gate import Gate
 from spangrad.trainer.replaying import made_of
 from spangrad.trainer.resuming import claim_folder, continues, load_keys, repair, update_from_json
 from spangrad.trainer.rollouts.admission import Pace
@@ -103,11 +105,14 @@ class Run:
         self._on_note = on_note or logger.info
         self.update_index = 0
         self.policy_version = 0
+        self.parent_version: int | None = None
+        """The version that the learner's weights were made from."""
         self.folder = config.folder
         self.checkpoints = self.folder / "checkpoints"
         self._model = config.start_model
         self._crediting = Crediting(config, self._model)
         self._reward = load_callable(config.agent.reward, config.base_dir)
+        self.gate = Gate(self, self._on_note) if config.promotion.every else None
         self.store: Store = open_store(config.hub.url, self.keys.trainer)
         self._sampler = TaskSampler(config, self.store)
         self.store.last_update(config.run.id)
@@ -129,6 +134,8 @@ class Run:
         self.learner = start_learner(self.config.learner_from(self._model))
         self._resume()
         repair(self.store, self.config, self.keys, self._reward)
+        if self.gate is not None:
+            self.gate.check()
         self._feeding = ExitStack()
         self._feeding.enter_context(self.feed(Workers(self.config.agent.workers)))
         return self
@@ -144,9 +151,12 @@ class Run:
         newest = checkpoint.latest(self.checkpoints)
         committed = self.store.last_update(self.config.run.id)
         if newest is not None:
-            update = update_from_json(call(self.learner.load, str(newest))["update"])
+            record = call(self.learner.load, str(newest))
+            update = update_from_json(record["update"])
             self.update_index = update.update_index + 1
-            self.policy_version = update.policy_version
+            self.policy_version, self.parent_version = record.get(
+                "restored", (update.policy_version, update.policy_version - 1)
+            )
             self._weights = newest
             if committed is None or committed.update_index < update.update_index:
                 self.store.commit_update(dataclasses.replace(update, checkpoint=str(newest)))
@@ -284,15 +294,37 @@ class Run:
         )
         self.store.commit_update(dataclasses.replace(update, checkpoint=str(self._weights)))
         self.update_index += 1
-        self.policy_version += 1
+        self.policy_version, self.parent_version = self.policy_version + 1, self.policy_version
         return metrics
 
+    def checkpointed(self) -> Path:
+        """The checkpoint of the learner's state; of the starting weights one that no resume looks at."""
+        newest = checkpoint.latest(self.checkpoints)
+        if newest is None:
+            newest = call(self.learner.save, str(self.folder / "start"), record={}, keep=1)
+        return Path(newest)
+
+    def go_back(self, source: Path, to_version: int) -> None:
+        """Make the state in a checkpoint, that of `to_version`, a new version, and publish it."""
+        newest = checkpoint.latest(self.checkpoints)
+        if newest is None:
+            raise StoreError(f"run {self.config.run.id!r} has made no update that could be given up")
+        call(self.learner.load, str(source))
+        self.policy_version = 1 + max(one.policy_version for one in self.store.policies(self.config.run.id))
+        self.parent_version = to_version
+        record = checkpoint.load_record(newest) | {"restored": [self.policy_version, to_version]}
+        keep = self.config.run.keep_checkpoints
+        self._weights = call(self.learner.save, str(self.checkpoints), record=record, keep=keep)
+        self._publish_weights()
+
     def publish(self) -> Metrics:
-        """Serve the learner's weights, and prove that they are served; then others may follow."""
+        """Serve the learner's weights, prove that they are served, and judge them; then others may follow."""
         started = time.monotonic()
-        proof = self._publish_weights()
+        metrics = self._publish_weights() | {"time/publish_s": time.monotonic() - started}
+        if self.gate is not None:
+            metrics |= self.gate.check()
         self.feeder.advance(update_index=self.update_index, policy_version=self.policy_version)
-        return {"time/publish_s": time.monotonic() - started} | proof
+        return metrics
 
     def _publish_weights(self) -> Metrics:
         while True:
@@ -320,7 +352,7 @@ class Run:
                 policy_version=self.policy_version,
                 path=str(self._weights),
                 time_ns=time.time_ns(),
-                parent_version=self.policy_version - 1 if self.policy_version else None,
+                parent_version=self.parent_version,
             )
         )
         return report.metrics()
@@ -335,8 +367,11 @@ class Run:
 
     def _set(self, index: int) -> list[list[Rollout]]:
         """The groups of a set of tasks; what is in the store already is asked for again as it is."""
+        tasks = self._sampler.tasks(index)
+        if self.gate is not None:
+            self.gate.refuse_held_out(tasks)
         turns = self.config.curriculum.turns_at(self.update_index)
-        rollouts = set_rollouts(self.config, index, self._sampler.tasks(index), turn_budget=turns)
+        rollouts = set_rollouts(self.config, index, tasks, turn_budget=turns)
         size = self.config.rollout.group_size
         return [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
 

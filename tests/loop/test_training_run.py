@@ -251,3 +251,34 @@ def test_a_broken_grader_gives_no_reward_instead_of_zero(ground):
     assert "nothing to learn from 8 rollouts" in err and "the grader is broken" in err
     ids = [rollout.rollout_id for rollout in ground.store.rollouts(run_id="ungraded")]
     assert ground.store.rewards(ids) == []
+
+
+def test_a_run_judges_its_versions_and_goes_back_when_it_is_told_to(ground):
+    config = ground.config("judged", updates=1)
+    config.write_text(f"{config.read_text()}\n[promotion]\nevery = 1\ntasks = 5\nconfidence = 0.95\n")
+    code, out, err = end(ground.start(config))
+    assert code == 0, err
+    assert "version 0 is promoted: the first version that was evaluated" in out
+    first, second = ground.store.decisions("judged")
+    assert (first.decision, first.policy_version, second.policy_version) == ("promoted", 0, 1)
+    assert second.metrics["tasks"] == 5
+    (update,) = ground.store.updates("judged")
+    assert update.metrics["promotion/success"] == second.metrics["success"]
+    asked = ground.store.rollouts(run_id="judged", split="eval-promotion")
+    trained = ground.store.rollouts(run_id="judged", split="train")
+    assert len(asked) == 10
+    assert not {rollout.task_id for rollout in asked} & {rollout.task_id for rollout in trained}
+
+    at = ["--store", ground.stack.hub_url, "--key", ground.stack.keys.admin]
+    command = [sys.executable, "-m", "spangrad", "rollback", "judged", "--to", "0", *at]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    config.write_text(config.read_text().replace("updates = 1", "updates = 2"))
+    code, _, err = end(ground.start(config))
+    assert code == 0, err
+    made = [(d.decision, d.policy_version, d.to_version) for d in ground.store.decisions("judged")]
+    assert made[2:4] == [("rolled_back", 1, 0), ("restored", 2, 0)]
+    parents = {policy.policy_version: policy.parent_version for policy in ground.store.policies("judged")}
+    assert parents == {0: None, 1: 0, 2: 0, 3: 2}
+    assert served_version(ground.stack.engine_url) == 3
+    assert ground.store.updates("judged")[1].metrics["gap/published_mean"] < 0.02

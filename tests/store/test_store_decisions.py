@@ -27,7 +27,12 @@ def store(tmp_path: Path) -> Iterator[FileStore]:
 
 
 def decided(version: int, decision: Decision = Decision.PROMOTED, **changes: Any) -> PolicyDecision:
-    by = {"decided_by": DecisionAuthor.TRAINER, "reason": "better", "metrics": EVALUATED, "time_ns": version}
+    by: dict[str, Any] = {
+        "decided_by": DecisionAuthor.TRAINER,
+        "reason": "better",
+        "metrics": EVALUATED,
+        "time_ns": version,
+    }
     return PolicyDecision("run", version, decision, **(by | changes))
 
 

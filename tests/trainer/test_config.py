@@ -23,6 +23,7 @@ from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.monitoring.monitor_config import MonitorConfig
 from spangrad.trainer.policies.warm_start import WarmStartConfig
 from spangrad.trainer.preference_config import PreferenceConfig
+from spangrad.trainer.promotion.rule import PromotionConfig
 from spangrad.trainer.serving.serving_config import ServingConfig
 
 MINIMAL = """
@@ -75,7 +76,8 @@ def test_adapters_are_published_only_where_one_is_trained_and_pause_nothing(tmp_
 
 
 SECTIONS = (
-    "known are run, agent, hub, serving, rollout, curriculum, credit, preference, learner, eval, monitor"
+    "known are run, agent, hub, serving, rollout, curriculum, credit, preference, learner, eval,"
+    " promotion, monitor"
 )
 
 
@@ -221,6 +223,13 @@ OUT_OF_RANGE = [
     (EvalConfig, "every", -1, "0 or more"),
     (EvalConfig, "tasks", 0, "1 or more"),
     (EvalConfig, "tasks_between", 0, "1 or more"),
+    (PromotionConfig, "every", -1, "0 or more"),
+    (PromotionConfig, "tasks", 4, "5 or more: fewer can't show anything with confidence 0.95"),
+    (PromotionConfig, "temperature", -0.1, "0 or more"),
+    (PromotionConfig, "margin", 1.0, "0 or more, below 1"),
+    (PromotionConfig, "confidence", 1.0, "0.5 or more, below 1"),
+    (PromotionConfig, "rollback_after", -1, "0 or more"),
+    (PromotionConfig, "rollback_drop", 0.0, "above 0, at most 1"),
     *(
         (MonitorConfig, name, value, "more than 0, less than 1, or none")
         for name in (

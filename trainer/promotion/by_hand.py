@@ -95,7 +95,8 @@ def roll_back(
     if to_version is None:
         to_version = _promoted_before(store, run_id, decisions)
     policy = _policy(store, run_id, to_version)
-    newest = max(one.policy_version for one in store.policies(run_id))
+    policies = store.policies(run_id)
+    newest = max(one.policy_version for one in policies)
     store.decide(_by_hand(run_id, newest, Decision.ROLLED_BACK, reason, to_version=to_version))
     told = [
         f"version {to_version} of run {run_id!r} is the promoted one, those up to {newest} are given up;"
@@ -104,15 +105,12 @@ def roll_back(
     if serving is None:
         return told
     with ExitStack() as held:
-        folder = run_folder(policy)
-        if folder is not None and folder.is_dir():
-            lock = hold_folder(folder)
-            if lock is None:
-                return [
-                    *told,
-                    "the run is being trained: its trainer publishes the weights, not this command",
-                ]
-            held.enter_context(lock)
+        folder = next((found for one in policies[::-1] if (found := run_folder(one)) is not None), None)
+        if folder is None or not folder.is_dir():
+            return [*told, "the run's folder is not on this machine: its trainer publishes the weights"]
+        if (lock := hold_folder(folder)) is None:
+            return [*told, "the run is being trained: its trainer publishes the weights"]
+        held.enter_context(lock)
         source = folder_of(policy, decisions) or Path(policy.path)
         serving.put(_weights_file(source), newest + 1)
         note = f"the weights of version {to_version}, put back by hand"
@@ -141,8 +139,8 @@ def _by_hand(
 def _policy(store: Store, run_id: str, version: int) -> Policy:
     policies = store.policies(run_id)
     if not policies:
-        known = sorted({policy.run_id for policy in store.policies()})
-        raise StoreError(f"there is no run {run_id!r} with published versions; there are: {known}")
+        runs = sorted({policy.run_id for policy in store.policies()})
+        raise StoreError(f"there is no run {run_id!r} with published versions; there are: {runs}")
     found = next((policy for policy in policies if policy.policy_version == version), None)
     if found is None:
         known = ", ".join(str(policy.policy_version) for policy in policies[-5:])

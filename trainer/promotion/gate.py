@@ -1,0 +1,318 @@
+"""The gate behind a publish: evaluate the candidate, promote it, keep it, or go back.
+
+    published --> evaluated on held-out tasks --> better: promoted
+                                              --> else: stays a candidate; after too many that are
+                                                  worse, or one that is far worse: rolled back
+
+Knows the store's decisions, held-out evaluation and kept weights. Does not know how weights are learned or
+published: the run does that (`Trained`).
+
+Invariants:
+* a decision is durable before anything follows from it, and what follows is done again if the process died
+  before it was done: each step says in the store, or in the run's checkpoint, that it has been;
+* weights are on disk for good before their version is promoted;
+* a version is evaluated once, on tasks that training never gets;
+* a rollback makes a new version: numbers only grow.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from spangrad.errors import ConfigError, StoreError
+from spangrad.store.base import Store
+from spangrad.store.records import (
+    Decision,
+    DecisionAuthor,
+    PolicyDecision,
+    origin_of,
+    pending_rollback,
+    promoted_version,
+)
+from spangrad.trainer.config import TrainConfig
+from spangrad.trainer.evaluation import evaluate, held_out_rollouts, successes
+from spangrad.trainer.plugins import load_tasks
+from spangrad.trainer.promotion.rule import Comparison, Verdict, compare
+from spangrad.trainer.promotion.weights import folder_of, keep, kept_folder
+from spangrad.trainer.rollouts.scheduling import ENDED, RunKeys
+from spangrad.trainer.serving.served import ServedPolicy
+
+logger = logging.getLogger(__name__)
+
+LABEL = "promotion"
+"""Of the gate's evaluations: their split is `eval-promotion`."""
+Metrics = dict[str, float]
+
+
+class Trained(Protocol):
+    """The run whose versions are judged."""
+
+    config: TrainConfig
+    keys: RunKeys
+    store: Store
+    folder: Path
+    update_index: int
+    policy_version: int
+    parent_version: int | None
+    served: ServedPolicy
+
+    def checkpointed(self) -> Path:
+        """The checkpoint of `policy_version`."""
+        ...
+
+    def go_back(self, checkpoint: Path, to_version: int) -> None:
+        """Make the state in a checkpoint, that of `to_version`, a new version, and publish it."""
+
+
+class Gate:
+    """Judges the versions of one run."""
+
+    def __init__(self, run: Trained, note: Callable[[str], None]) -> None:
+        """Choose the held-out tasks.
+
+        Args:
+            run: The run.
+            note: Called with a line for the person who started the run.
+
+        Raises:
+            ConfigError: There are fewer held-out tasks than the rule wants, or training has had one of them.
+        """
+        self._run = run
+        self._note = note
+        self._rule = run.config.promotion
+        config, wanted = run.config, self._rule.tasks
+        tasks = load_tasks(
+            config.agent.tasks, "eval", wanted, seed=config.eval.seed, base_dir=config.base_dir
+        )
+        if len(tasks) < wanted:
+            raise ConfigError(
+                f"{config.agent.tasks!r} has {len(tasks)} held-out tasks (split 'eval'), promotion.tasks is"
+                f" {wanted}; lower it, or hold out more tasks"
+            )
+        self._held_out = {task["task_id"] for task in tasks}
+
+    def refuse_held_out(self, tasks: Sequence[Mapping[str, Any]]) -> None:
+        """Let no task be trained on that candidates are judged by.
+
+        Raises:
+            ConfigError: One of the tasks is held out.
+        """
+        if both := sorted({task["task_id"] for task in tasks} & self._held_out):
+            raise ConfigError(
+                f"task {both[0]!r} of {self._run.config.agent.tasks!r} is for training, and held out to judge"
+                " candidates by ([promotion]); give the splits 'train' and 'eval' different tasks"
+            )
+
+    def check(self) -> Metrics:
+        """What is due for the version that is served now: after each publish, and when a run starts.
+
+        Raises:
+            StoreError: The weights to go back to are gone.
+        """
+        run = self._run
+        decisions = run.store.decisions(run.config.run.id)
+        self._keep_promoted(decisions)
+        if (rollback := pending_rollback(decisions)) is not None:
+            return self._carry_out(rollback, decisions)
+        is_due = run.update_index % self._rule.every == 0 or promoted_version(decisions) is None
+        if not is_due or _is_judged(run.policy_version, decisions):
+            return {}
+        return self._judge()
+
+    def _judge(self) -> Metrics:
+        run, rule, version = self._run, self._rule, self._run.policy_version
+        started = time.monotonic()
+        self._refuse_trained()
+        found = evaluate(
+            run.store,
+            run.config,
+            run.keys,
+            label=LABEL,
+            policy_version=version,
+            temperature=rule.temperature,
+            tasks=rule.tasks,
+            before_round=run.served.ensure,
+        )
+        metrics = {"promotion/success": found.success, "time/promotion_s": time.monotonic() - started}
+        said = {"success": found.success, "tasks": float(found.n), "unscored": float(found.unscored)}
+        decisions = run.store.decisions(run.config.run.id)  # an admin may have decided meanwhile
+        if (rollback := pending_rollback(decisions)) is not None:
+            return metrics | self._carry_out(rollback, decisions)
+        promoted = promoted_version(decisions)
+        if promoted in (None, version):
+            if promoted is None:
+                self._promote(said, "the first version that was evaluated")
+            else:
+                self._decide(Decision.KEPT, said, "promoted before it was evaluated")
+            return metrics | {"promotion/promoted": 1.0}
+        comparison = compare(self._solved(version), self._solved(origin_of(promoted, decisions)))
+        if comparison is None:
+            self._decide(
+                Decision.KEPT,
+                said,
+                f"can't be compared: version {promoted} was never evaluated on these tasks;"
+                " promote by hand a version that was",
+            )
+            return metrics | {"promotion/promoted": 0.0}
+        return metrics | self._settle(comparison, said, promoted, decisions)
+
+    def _settle(
+        self,
+        comparison: Comparison,
+        said: Metrics,
+        promoted: int,
+        decisions: Sequence[PolicyDecision],
+    ) -> Metrics:
+        """Decide, after a comparison with the promoted version."""
+        verdict = comparison.verdict(self._rule)
+        said = said | {
+            "success": comparison.success,
+            "promoted_success": comparison.promoted_success,
+            "tasks": float(comparison.tasks),
+            "gained": float(comparison.gained),
+            "lost": float(comparison.lost),
+            "p_value": comparison.p_value,
+        }
+        metrics = {
+            "promotion/success": comparison.success,
+            "promotion/promoted_success": comparison.promoted_success,
+            "promotion/p_value": comparison.p_value,
+            "promotion/promoted": float(verdict is Verdict.BETTER),
+        }
+        why = (
+            f"{verdict}: {comparison.success:.3g} of {comparison.tasks} tasks, version {promoted} had"
+            f" {comparison.promoted_success:.3g}; {comparison.gained} gained, {comparison.lost} lost,"
+            f" p = {comparison.p_value:.2g}"
+        )
+        if verdict is Verdict.BETTER:
+            self._promote(said, why)
+            return metrics
+        failures = _failures(decisions) + 1 if verdict is Verdict.WORSE else 0
+        rule = self._rule
+        is_far_worse = rule.rollback_drop is not None and comparison.drop >= rule.rollback_drop
+        if is_far_worse or (rule.rollback_after and failures >= rule.rollback_after):
+            if not is_far_worse:
+                why += f"; {failures} evaluations in a row"
+            rollback = self._decide(Decision.ROLLED_BACK, said, why, to_version=promoted)
+            return metrics | self._carry_out(rollback, decisions)
+        self._decide(Decision.KEPT, said, why)
+        return metrics
+
+    def _promote(self, said: Metrics, why: str) -> None:
+        run = self._run
+        path = keep(run.checkpointed(), run.folder, run.policy_version)
+        self._decide(Decision.PROMOTED, said, why, path=path)
+
+    def _carry_out(self, rollback: PolicyDecision, decisions: Sequence[PolicyDecision]) -> Metrics:
+        """Put the weights of the version that was gone back to in the place of all newer ones."""
+        run, to_version = self._run, rollback.to_version
+        assert to_version is not None
+        source = self._weights(to_version, decisions)
+        is_back = run.parent_version == to_version and run.policy_version > rollback.policy_version
+        if not is_back:
+            if run.policy_version > rollback.policy_version:  # published while somebody decided
+                why = f"trained from version {rollback.policy_version}, which was given up"
+                self._decide(Decision.ROLLED_BACK, {}, why, to_version=to_version)
+            run.go_back(source, to_version)
+        said = next((one.metrics for one in reversed(decisions) if one.policy_version == to_version), {})
+        why = f"the weights of version {to_version}, put back"
+        self._decide(Decision.RESTORED, dict(said), why, to_version=to_version, path=source)
+        return {"promotion/rolled_back": 1.0}
+
+    def _decide(
+        self,
+        decision: Decision,
+        metrics: Metrics,
+        reason: str,
+        *,
+        to_version: int | None = None,
+        path: Path | None = None,
+    ) -> PolicyDecision:
+        """Record a decision about the version that is served now, and tell it."""
+        run = self._run
+        made = PolicyDecision(
+            run_id=run.config.run.id,
+            policy_version=run.policy_version,
+            decision=decision,
+            decided_by=DecisionAuthor.TRAINER,
+            reason=reason,
+            metrics=metrics,
+            to_version=to_version,
+            path=None if path is None else str(path),
+            time_ns=time.time_ns(),
+        )
+        run.store.decide(made)
+        self._note(f"version {run.policy_version} is {decision.replace('_', ' ')}: {reason}")
+        return made
+
+    def _solved(self, version: int) -> dict[tuple[int, str | None], bool]:
+        """Whether a version succeeded, by place and task; without those that it was never asked."""
+        run = self._run
+        asked = held_out_rollouts(run.config, LABEL, version, self._rule.tasks)
+        found = run.store.rollouts(rollout_ids=[rollout.rollout_id for rollout in asked])
+        known = [rollout for rollout in found if rollout.status in ENDED]
+        solved = successes(run.store, run.config, known)
+        places = {rollout.rollout_id: place for place, rollout in enumerate(asked)}
+        return {
+            (places[rollout.rollout_id], rollout.task_id): solved[rollout.rollout_id] for rollout in known
+        }
+
+    def _refuse_trained(self) -> None:
+        """Whatever has been trained on says nothing of a candidate."""
+        run = self._run
+        found = run.store.query(
+            "SELECT min(task_id) AS task_id FROM rollouts WHERE run_id = ? AND split = 'train'"
+            " AND task_id IN (SELECT unnest(?::VARCHAR[]))",
+            [run.config.run.id, sorted(self._held_out)],
+        )
+        if (task_id := found[0]["task_id"]) is not None:
+            raise ConfigError(
+                f"run {run.config.run.id!r} was trained on task {task_id!r}, which is held out to judge"
+                " candidates by ([promotion]); choose another eval.seed or other tasks of the split 'eval'"
+            )
+
+    def _keep_promoted(self, decisions: Sequence[PolicyDecision]) -> None:
+        """Keep the weights of what was promoted by hand elsewhere, if they are still there."""
+        run, promoted = self._run, promoted_version(decisions)
+        if promoted is None or origin_of(promoted, decisions) != promoted:
+            return
+        if kept_folder(run.folder, promoted).is_dir():
+            return
+        policy = next(one for one in run.store.policies(run.config.run.id) if one.policy_version == promoted)
+        if (folder := folder_of(policy, decisions)) is not None:
+            keep(folder, run.folder, promoted)
+
+    def _weights(self, version: int, decisions: Sequence[PolicyDecision]) -> Path:
+        run = self._run
+        kept = kept_folder(run.folder, origin_of(version, decisions))
+        policies = run.store.policies(run.config.run.id)
+        policy = next(one for one in policies if one.policy_version == version)
+        source = kept if kept.is_dir() else folder_of(policy, decisions)
+        if source is None:
+            raise StoreError(
+                f"run {run.config.run.id!r} was rolled back to version {version}, whose weights are gone:"
+                f" neither {str(kept)!r} nor {policy.path!r} is a complete checkpoint; bring them back, or"
+                " promote a version that is there"
+            )
+        return source
+
+
+def _is_judged(version: int, decisions: Sequence[PolicyDecision]) -> bool:
+    by = DecisionAuthor.TRAINER
+    return any(one.policy_version == version and one.decided_by is by for one in decisions)
+
+
+def _failures(decisions: Sequence[PolicyDecision]) -> int:
+    """How many of the last evaluations in a row found the candidate worse."""
+    failures = 0
+    for one in reversed(decisions):
+        if one.decision is not Decision.KEPT or not _was_worse(one.metrics):
+            break
+        failures += 1
+    return failures
+
+
+def _was_worse(metrics: Mapping[str, float]) -> bool:
+    return metrics.get("lost", 0.0) > metrics.get("gained", 0.0)
