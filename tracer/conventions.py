@@ -71,6 +71,7 @@ STATE_KEY: Final = "spangrad.state.key"  # what the agent was looking at when th
 INTERRUPTED: Final = "spangrad.interrupted"  # True: a LangGraph interrupt ended the node or tool
 PURPOSE: Final = "spangrad.call.purpose"  # agent, title, summary, judge, embedding, other
 POLICY: Final = "spangrad.policy"  # trained, frozen
+POLICY_ASKED: Final = "spangrad.policy.asked"  # promoted, latest, canary: by share; absent: any version
 PROMPT_TOKEN_IDS: Final = "spangrad.prompt_token_ids"  # packed int32
 SAMPLED_TOKEN_IDS: Final = "spangrad.sampled_token_ids"  # packed int32, per choice
 SAMPLED_LOGPROBS: Final = "spangrad.sampled_logprobs"  # packed float32, per choice
@@ -108,6 +109,7 @@ _MAX_DIGITS: Final = 20
 HEADER_STEP: Final = "x-spangrad-step"
 HEADER_PURPOSE: Final = "x-spangrad-purpose"
 HEADER_STATE: Final = "x-spangrad-state"
+HEADER_POLICY: Final = "x-spangrad-policy"  # any, latest or promoted
 HEADER_KEY: Final = "authorization"  # "Bearer KEY"
 
 

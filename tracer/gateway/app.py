@@ -42,6 +42,7 @@ from spangrad.tracer.gateway.engines import EnginePool
 from spangrad.tracer.gateway.follow_up import TokensIn
 from spangrad.tracer.gateway.http_parts import error_response
 from spangrad.tracer.gateway.operator_routes import Operator
+from spangrad.tracer.gateway.policy_choice import PolicyChoice
 from spangrad.tracer.gateway.raw_log import RawLog
 from spangrad.tracer.gateway.reads import Reads
 from spangrad.tracer.gateway.rewrite import UpstreamRequest
@@ -74,6 +75,7 @@ def create_app(config: GatewayConfig, *, exporter: SpanExporter | None = None) -
         instance=secrets.token_hex(8),
         config=config,
         engines=EnginePool(config),
+        policies=PolicyChoice(config),
         recorder=SpanRecorder(exporter, redact=rule_of(config.redact)),
         counts=Counts(),
         budgets=Budgets(_budgets_file(exporter)),
@@ -98,6 +100,7 @@ def create_app(config: GatewayConfig, *, exporter: SpanExporter | None = None) -
             await asyncio.sleep(0.005)
         await services.recorder.close()
         await services.engines.close()
+        await services.policies.close()
         services.budgets.close()
         if services.raw_log is not None:
             services.raw_log.close()
@@ -172,6 +175,9 @@ class _Calls:
         request = Request(scope, receive)
         try:
             origin = _origin(request)
+            asked = self._services.policies.asked(
+                request.headers.get(names.HEADER_POLICY), origin.get(names.ROLLOUT_ID)
+            )
         except ValueError as error:
             refusal = error_response(400, "invalid_header", str(error), path=route.path)
             await refusal(scope, receive, send)
@@ -192,6 +198,7 @@ class _Calls:
             headers=request.headers,
             query=scope["query_string"],
             origin=origin,
+            asked=asked,
             start_ns=start_ns,
         )
         await call.run(receive, send)

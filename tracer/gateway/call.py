@@ -34,6 +34,7 @@ from spangrad.tracer.gateway.http_parts import (
     reply_headers,
     upstream_headers,
 )
+from spangrad.tracer.gateway.policy_choice import Asked, PolicyChoice
 from spangrad.tracer.gateway.raw_log import RawLog
 from spangrad.tracer.gateway.readers import Facts, Problem, TokenReader, refusal
 from spangrad.tracer.gateway.rewrite import UpstreamRequest, dump, with_model
@@ -72,6 +73,7 @@ class Services:
     """Another one after every start: spans that a gateway had not handed over died with it."""
     config: GatewayConfig
     engines: EnginePool
+    policies: PolicyChoice
     recorder: SpanRecorder
     counts: Counts
     budgets: Budgets
@@ -94,15 +96,17 @@ class Call:
         headers: Mapping[str, str],
         query: bytes,
         origin: Mapping[str, Any],
+        asked: Asked,
         start_ns: int,
     ) -> None:
-        """Start the span; `origin` holds attributes that say whose call it is."""
+        """Start the span; `origin` holds attributes that say whose call it is, `asked` what it wants."""
         self._services = services
         self._route = route
         self._request = request
         self._headers = headers
         self._path = route.path + (f"?{query.decode('latin-1')}" if query else "")
         self._origin = origin
+        self._asked = asked
         self._started_at = time.monotonic()
         model = request.body.get("model") if isinstance(request.body, dict) else None
         name = f"{route.operation} {model}" if isinstance(model, str) else route.operation
@@ -164,6 +168,7 @@ class Call:
         body = self._request.body
         model = body.get("model") if isinstance(body, dict) else None
         with self._services.engines.lease(model, self._origin.get(names.ROLLOUT_ID)) as lease:
+            await self._services.policies.narrow(lease, self._asked)
             try:
                 response = await self._open(lease)
             except httpx.HTTPError as error:
@@ -337,12 +342,13 @@ class Call:
             )
 
     def _whose(self) -> dict[str, Any]:
-        """Attributes of the rollout and of the engine."""
+        """Attributes of the rollout, of the policy that was asked for, and of the engine."""
         if self._spent is not None:
             own = {names.SYNTHETIC: names.NO_TURN_LEFT, names.PURPOSE: "other", names.POLICY: "frozen"}
             return {**self._origin, **own, names.PROVIDER_NAME: "spangrad"}
+        origin = self._origin if self._asked == "any" else {**self._origin, names.POLICY_ASKED: self._asked}
         if self._engine is None:
-            return {**self._origin, names.POLICY: self._services.config.policy}
+            return {**origin, names.POLICY: self._services.config.policy}
         engine = {
             names.POLICY: self._engine.policy,
             names.ENGINE: self._engine.url,
@@ -350,7 +356,7 @@ class Call:
         }
         if self._follow_up is not None and self._follow_up.outcome is not None:
             engine[names.TOKENS_IN] = self._follow_up.outcome
-        return {**self._origin, **engine}
+        return {**origin, **engine}
 
     def _content(self, facts: Facts) -> tuple[dict[str, Any], dict[str, str]]:
         """What was asked and answered, and what of it can't be told."""

@@ -105,6 +105,15 @@ class GatewayConfig:
     """
     policy: Literal["trained", "frozen"] = "trained"
     """Whether the model behind this gateway is the one being trained; written on every span."""
+    serve: Literal["any", "latest", "promoted"] = "any"
+    """Which version a call gets that names none in `x-spangrad-policy`: any engine's, the highest that an
+    engine serves, or the promoted one."""
+    canary: float | None = None
+    """Share of the rollouts that get the latest version where `serve` is `promoted`; above 0, below 1."""
+    run: str | None = None
+    """Training run whose promoted version is meant; the hub in `store` is asked for it."""
+    promoted_version: int | None = None
+    """The promoted version, where there is no hub to be asked; 0 or more."""
     request_timeout_s: float = 600.0
     """Longest silence of the engine, in seconds: until a reply, or between two chunks of a stream."""
     logprobs_mode: Literal["processed", "raw"] = "processed"
@@ -170,6 +179,7 @@ class GatewayConfig:
             raise ConfigError(
                 "gateway.agent_key has a '~', behind which agents name a rollout; use another key"
             )
+        self._check_choice()
         for name in _ABOVE_0:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"gateway.{name} is {getattr(self, name)!r}; expected seconds above 0")
@@ -195,6 +205,29 @@ class GatewayConfig:
     def hosted_models(self) -> dict[str, HostedModel]:
         """Every hosted model under the name that agents ask for."""
         return {name: HostedModel.of(name, entry) for name, entry in self.hosted.items()}
+
+    def _check_choice(self) -> None:
+        if self.serve not in ("any", "latest", "promoted"):
+            raise ConfigError(f"gateway.serve is {self.serve!r}; expected 'any', 'latest' or 'promoted'")
+        if self.run is not None and self.promoted_version is not None:
+            raise ConfigError(
+                f"gateway.run is {self.run!r} and gateway.promoted_version {self.promoted_version!r}; give"
+                " one of them"
+            )
+        if self.run is not None and not self.store.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"gateway.run is {self.run!r}, but gateway.store is the file {self.store!r}, not a hub that"
+                " says which version is promoted; give promoted_version"
+            )
+        if self.promoted_version is not None and not self.promoted_version >= 0:
+            raise ConfigError(f"gateway.promoted_version is {self.promoted_version!r}; expected 0 or more")
+        if self.serve == "promoted" and self.run is None and self.promoted_version is None:
+            raise ConfigError("gateway.serve is 'promoted'; name the training run as gateway.run")
+        if self.canary is not None and not (self.serve == "promoted" and 0 < self.canary < 1):
+            raise ConfigError(
+                f"gateway.canary is {self.canary!r} and gateway.serve {self.serve!r}; expected a share above"
+                " 0, below 1, and 'promoted'"
+            )
 
     def _check_engines(self) -> None:
         if self.engine_url is not None:

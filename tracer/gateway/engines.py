@@ -180,7 +180,10 @@ def _least_loaded(engines: Sequence[Engine]) -> Engine:
 class Lease:
     """A call's claim on an engine; `with` gives it back."""
 
-    __slots__ = ("_group", "_pool", "_rollout_id", "_served", "_tried", "adapter", "engine", "error", "model")
+    __slots__ = (
+        *("_group", "_pool", "_rollout_id", "_served", "_tried"),
+        *("adapter", "engine", "error", "model", "refusal"),
+    )
 
     def __init__(
         self,
@@ -204,6 +207,21 @@ class Lease:
         """What stands for the model there."""
         self.error: httpx.HTTPError | None = None
         """Why the last engine could not be connected to."""
+        self.refusal: str | None = None
+        """Why none of the engines may have the call."""
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """The engines that serve the model."""
+        return () if self._group is None else self._group.engines
+
+    def leave_out(self, engines: Iterable[Engine]) -> None:
+        """Offer the call to none of these."""
+        self._tried.extend(engines)
+
+    def refuse(self, why: str) -> None:
+        """Say so if `next` has no engine left."""
+        self.refusal = why
 
     def __enter__(self) -> Self:
         """Begin."""
@@ -256,6 +274,8 @@ class Lease:
             served = ", ".join(self._pool.model_names) or "none"
             return 404, "model_not_found", f"no engine serves the model {self.model!r}; served are: {served}"
         engines = self._group.engines
+        if self.refusal is not None:
+            return 503, "policy_not_served", self.refusal
         if self.error is None:
             states = ", ".join(f"{engine.url} ({engine.state})" for engine in engines)
             return 503, "no_engine", f"no engine takes calls: {states}; undrain one or try again later"

@@ -57,8 +57,11 @@ class Operator:
         )
 
     async def engines(self, request: Request) -> Response:
-        """Every engine as it is known to be, without asking it."""
-        return JSONResponse({"engines": [_described(engine) for engine in self._services.engines.all]})
+        """Every engine as it is known to be, without asking it, and the promoted version as it is known."""
+        policies = self._services.policies
+        promoted = {"version": policies.promoted, "problem": policies.problem}
+        engines = [_described(engine) for engine in self._services.engines.all]
+        return JSONResponse({"engines": engines, "promoted": promoted})
 
     async def drain(self, request: Request) -> Response:
         """Give an engine no new calls, and answer when it works on none; 503 if it still does."""
@@ -125,10 +128,11 @@ class Operator:
         return JSONResponse({"instance": self._services.instance, **reply}, 503)
 
     async def refresh(self, request: Request) -> Response:
-        """Forget the known policy versions: weights were published."""
+        """Forget the known policy versions: weights were published, or a version promoted."""
         if not is_operator(request, self._services.config):
             return _not_an_operator()
         self._services.engines.forget_versions()
+        self._services.policies.forget()
         return JSONResponse({})
 
     async def budgets(self, request: Request) -> Response:

@@ -60,6 +60,14 @@ class Fidelity(StrEnum):
     TOKENS_IN = "tokens-in"
 
 
+class Served(StrEnum):
+    """Which version of the policy calls get that name none."""
+
+    ANY = "any"
+    LATEST = "latest"
+    PROMOTED = "promoted"
+
+
 def hub(
     store: StoreOption = DEFAULT_STORE,
     host: HostOption = "127.0.0.1",
@@ -124,6 +132,16 @@ def gateway(
     policy: Annotated[PolicyKind, typer.Option("--policy", help="Is this the model that is trained?")] = (
         PolicyKind.TRAINED
     ),
+    serve_version: Annotated[
+        Served, typer.Option("--serve", help="Version of calls that name none in x-spangrad-policy.")
+    ] = Served.ANY,
+    canary: Annotated[
+        float | None,
+        typer.Option("--canary", help="With --serve promoted: share of rollouts that get the latest."),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", help="Training run whose promoted version is meant.")
+    ] = None,
     fidelity: Annotated[
         Fidelity,
         typer.Option(
@@ -149,6 +167,10 @@ def gateway(
     the agent the reply that it asked for. With --keys agents must send the
     agent's key. Of several engines a rollout keeps to one. A hosted model's
     calls are recorded as text and as frozen.
+
+    Where engines serve different versions, the header x-spangrad-policy of
+    a call, or --serve, says which one it gets: any, the latest, or the one
+    that is promoted (`spangrad policies`).
     """
     from spangrad.tracer.gateway.config import EngineConfig, GatewayConfig
     from spangrad.tracer.gateway.serve import serve
@@ -175,6 +197,9 @@ def gateway(
             agent_key=None if loaded is None else loaded.agent,
             operator_keys=() if loaded is None else loaded.operators,
             policy=policy.value,
+            serve=serve_version.value,
+            canary=canary,
+            run=run,
             fidelity=fidelity.value,
             redact=redact,
             raw_log=raw_log,
