@@ -85,6 +85,8 @@ def fake_engine(folder: Path) -> Iterator[FakeEngine]:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
         engine.url = f"http://127.0.0.1:{server.server_port}"
-        yield engine
-        server.shutdown()
-        serving.join()
+        try:
+            yield engine
+        finally:
+            server.shutdown()
+            serving.join()

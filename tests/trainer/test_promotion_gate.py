@@ -280,6 +280,10 @@ def test_weights_that_were_kept_before_the_process_died_are_promoted(
     assert world.run.store.decisions("r")[-1].path == str(folder)
 
 
+def promoted_by_hand(version: int) -> PolicyDecision:
+    return PolicyDecision("r", version, Decision.PROMOTED, DecisionAuthor.ADMIN, "nicer", time_ns=3)
+
+
 def by_admin(version: int, to: int) -> PolicyDecision:
     why = "it cheats"
     return PolicyDecision(
@@ -361,15 +365,52 @@ def test_weights_that_a_person_put_back_meanwhile_are_the_learners_too(
     world.gate.check()
     started = weights(world.run.learner)
     world.update({0})
-    store, admin = world.run.store, {"decided_by": DecisionAuthor.ADMIN, "to_version": 0}
+    store, admin = world.run.store, DecisionAuthor.ADMIN
     store.decide(by_admin(1, 0))
     store.put_policy(replace(store.policies("r")[0], policy_version=2, parent_version=0))
-    store.decide(PolicyDecision("r", 2, Decision.RESTORED, reason="by hand", time_ns=10, **admin))
+    store.decide(PolicyDecision("r", 2, Decision.RESTORED, admin, "by hand", to_version=0, time_ns=10))
     run = world.begin(config)
     world.gate.check()
     assert run.policy_version == 3
     assert torch.equal(weights(run.learner), started)
     assert world.standing() == {0: "superseded", 1: "rolled_back", 2: "superseded", 3: "promoted"}
+
+
+def test_productions_engine_gets_promoted_versions_alone(
+    world: World, config: TrainConfig, engine: FakeEngine, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fake_engine(model) as production:
+        world.begin(with_rule(config, engine_url=production.url, rollback_drop=0.5))
+        world.gate.check()
+        world.update({0})
+        assert production.published == [0]
+        production.fails = True
+        world.update(range(8))  # promoted; production can't take it, and training goes on
+        assert "the promoted version 2 is not served in production" in caplog.text
+        production.fails = False
+        production.version = "default"  # it was started again
+        world.update({0, 1, 2, 3, 4, 5, 6})
+        assert production.published == [0, 2]
+        assert torch.equal(weights(production), weights(kept_folder(world.run.folder, 2)))
+        world.update(())  # 8 of 8 less
+        assert world.decisions()[-2:] == [("rolled_back", 4, 2), ("restored", 5, 2)]
+        assert production.published == [0, 2, 5]
+        assert torch.equal(weights(production), weights(kept_folder(world.run.folder, 2)))
+        world.begin(with_rule(config, engine_url=production.url))
+        world.gate.check()  # the same number may be another run's
+        world.gate.check()
+        assert production.published == [0, 2, 5, 5]
+        world.run.store.decide(promoted_by_hand(2))
+        world.gate.check()
+        assert production.published == [0, 2, 5, 5]
+        assert "`spangrad rollback r --to 2` serves its weights under a new number" in caplog.text
+
+
+def test_adapters_alone_are_no_weights_for_production(world: World, config: TrainConfig) -> None:
+    adapters = replace(config, learner=replace(config.learner, lora_rank=4))
+    world.close()
+    with pytest.raises(ConfigError, match="have adapters alone"):
+        Run(with_rule(adapters, engine_url="http://127.0.0.1:1"))
 
 
 def test_a_rollback_to_weights_that_are_gone_says_so(world: World) -> None:
@@ -384,8 +425,7 @@ def test_a_rollback_to_weights_that_are_gone_says_so(world: World) -> None:
 def test_what_was_promoted_by_hand_is_kept_and_judged_against(world: World) -> None:
     world.gate.check()
     world.update({0})
-    by_hand = {"decided_by": DecisionAuthor.ADMIN, "reason": "nicer", "time_ns": 3}
-    world.run.store.decide(PolicyDecision("r", 1, Decision.PROMOTED, **by_hand))
+    world.run.store.decide(promoted_by_hand(1))
     world.update(range(8))
     assert not kept_folder(world.run.folder, 1).exists()  # its checkpoint went with the update
     assert world.run.store.decisions("r")[-1].metrics["promoted_success"] == 0.125
@@ -395,8 +435,7 @@ def test_what_was_promoted_by_hand_is_kept_and_judged_against(world: World) -> N
 def test_a_version_promoted_by_hand_is_kept_while_its_checkpoint_is_there(world: World) -> None:
     world.gate.check()
     world.update({0})
-    by_hand = {"decided_by": DecisionAuthor.ADMIN, "reason": "nicer", "time_ns": 3}
-    world.run.store.decide(PolicyDecision("r", 1, Decision.PROMOTED, **by_hand))
+    world.run.store.decide(promoted_by_hand(1))
     expected = weights(world.run.learner)
     world.gate.check()
     world.update({0})
@@ -407,8 +446,7 @@ def test_a_version_that_was_never_asked_is_nothing_to_compare_with(world: World,
     world.begin(with_rule(config, every=2))
     world.gate.check()
     world.update()
-    by_hand = {"decided_by": DecisionAuthor.ADMIN, "reason": "nicer", "time_ns": 3}
-    world.run.store.decide(PolicyDecision("r", 1, Decision.PROMOTED, **by_hand))
+    world.run.store.decide(promoted_by_hand(1))
     world.update(range(8))
     last = world.run.store.decisions("r")[-1]
     assert last.decision is Decision.KEPT
@@ -416,20 +454,19 @@ def test_a_version_that_was_never_asked_is_nothing_to_compare_with(world: World,
 
 
 def test_training_never_gets_a_held_out_task(world: World, config: TrainConfig, tmp_path: Path) -> None:
-    for update_index in range(5):
-        world.run.update_index = update_index
-        trained = {task["task_id"] for task in world.run._tasks(0)}
+    for index in range(5):
+        trained = {rollout.task_id for group in world.run._set(index) for rollout in group}
         held_out = {rollout.task_id for rollout in held_out_rollouts(config, LABEL, 0, TASKS)}
         assert len(trained) == config.rollout.groups_per_update
         assert not trained & held_out
     shared = replace(config, agent=replace(config.agent, tasks="agent.py:shared"))
     with pytest.raises(ConfigError, match=r"task 't0' of .* is for training, and held out"):
-        world.begin(shared)._tasks(0)
+        world.begin(shared)._set(0)
     file = tmp_path / "tasks.jsonl"
     lines = [{"task_id": f"t{i}", "split": "train" if i < 3 else "eval"} for i in range(11)]
     file.write_text("\n".join(json.dumps(line) for line in [*lines, {"task_id": "t5", "split": "train"}]))
     with pytest.raises(ConfigError, match=r"task 't5' of 'tasks.jsonl' is for training, and held out"):
-        world.begin(replace(config, agent=replace(config.agent, tasks="tasks.jsonl")))._tasks(0)
+        world.begin(replace(config, agent=replace(config.agent, tasks="tasks.jsonl")))._set(0)
 
 
 def test_a_candidate_is_not_judged_by_what_the_run_was_trained_on(world: World) -> None:

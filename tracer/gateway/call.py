@@ -106,7 +106,7 @@ class Call:
         self._headers = headers
         self._path = route.path + (f"?{query.decode('latin-1')}" if query else "")
         self._origin = origin
-        self._asked = asked
+        self._asked: Asked = asked
         self._started_at = time.monotonic()
         model = request.body.get("model") if isinstance(request.body, dict) else None
         name = f"{route.operation} {model}" if isinstance(model, str) else route.operation

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from spangrad.errors import ConfigError, StoreError
+from spangrad.errors import ConfigError, PublishError, StoreError
 from spangrad.store.base import Store
 from spangrad.store.records import (
     Decision,
@@ -35,8 +35,9 @@ from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.evaluation import evaluate, held_out_rollouts, successes
 from spangrad.trainer.plugins import load_tasks
 from spangrad.trainer.promotion.rule import Comparison, Verdict, compare
-from spangrad.trainer.promotion.weights import folder_of, keep, kept_folder
+from spangrad.trainer.promotion.weights import WEIGHTS_FILE, folder_of, keep, kept_folder
 from spangrad.trainer.rollouts.scheduling import ENDED, RunKeys
+from spangrad.trainer.serving.publish import publish, served_version
 from spangrad.trainer.serving.served import ServedPolicy
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Trained(Protocol):
         """The checkpoint of `policy_version`."""
         ...
 
-    def go_back(self, checkpoint: Path, to_version: int) -> None:
+    def go_back(self, source: Path, to_version: int) -> None:
         """Make the state in a checkpoint, that of `to_version`, a new version, and publish it."""
 
 
@@ -82,10 +83,18 @@ class Gate:
         self._run = run
         self._note = note
         self._rule = run.config.promotion
+        self._is_served = False
+        """If this process published to production's engine: a number does not say whose weights it has."""
         config, wanted = run.config, self._rule.tasks
         tasks = load_tasks(
             config.agent.tasks, "eval", wanted, seed=config.eval.seed, base_dir=config.base_dir
         )
+        if self._rule.engine_url is not None and config.learner.lora_rank:
+            raise ConfigError(
+                f"promotion.engine_url is {self._rule.engine_url!r} and learner.lora_rank"
+                f" {config.learner.lora_rank}: checkpoints of promoted versions have adapters alone, which no"
+                " engine can load as weights; leave one out"
+            )
         if len(tasks) < wanted:
             raise ConfigError(
                 f"{config.agent.tasks!r} has {len(tasks)} held-out tasks (split 'eval'), promotion.tasks is"
@@ -111,6 +120,12 @@ class Gate:
         Raises:
             StoreError: The weights to go back to are gone.
         """
+        metrics = self._check()
+        if self._rule.engine_url is not None:
+            self._serve_promoted(self._rule.engine_url)
+        return metrics
+
+    def _check(self) -> Metrics:
         run = self._run
         decisions = run.store.decisions(run.config.run.id)
         self._keep_promoted(decisions)
@@ -220,6 +235,33 @@ class Gate:
         why = f"the weights of version {to_version}, put back"
         self._decide(Decision.RESTORED, dict(said), why, to_version=to_version, path=source)
         return {"promotion/rolled_back": 1.0}
+
+    def _serve_promoted(self, engine_url: str) -> None:
+        """Have production's engine serve the promoted version; if it can't, again the next time."""
+        run = self._run
+        decisions = run.store.decisions(run.config.run.id)
+        if (promoted := promoted_version(decisions)) is None:
+            return
+        try:
+            served = served_version(engine_url)
+            if served is not None and served > promoted:
+                logger.warning(
+                    "the engine at %s serves version %d, and version numbers only grow there: it does not"
+                    " get version %d, which was promoted by hand; `spangrad rollback %s --to %d` serves its"
+                    " weights under a new number",
+                    *(engine_url, served, promoted, run.config.run.id, promoted),
+                )
+            elif served != promoted or not self._is_served:
+                publish(
+                    engine_url,
+                    self._weights(promoted, decisions) / WEIGHTS_FILE,
+                    promoted,
+                    gateway_url=run.config.serving.gateway_url,
+                    gateway_key=run.keys.trainer,
+                )
+                self._is_served = True
+        except PublishError as error:
+            logger.warning("the promoted version %d is not served in production: %s", promoted, error)
 
     def _decide(
         self,

@@ -57,6 +57,10 @@ class PromotionConfig:
     """Go back at once if a candidate succeeds on so much smaller a share of the tasks, or more; above 0, at
     most 1. None: never."""
 
+    engine_url: str | None = None
+    """vLLM's own address of an engine that gets promoted versions and no others, beside the one that the run
+    publishes to. None: promoted versions get none of their own."""
+
     def __post_init__(self) -> None:
         """Check ranges."""
         check_values(self, "promotion.")
