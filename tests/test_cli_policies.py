@@ -151,7 +151,7 @@ def test_rollback_goes_to_the_version_that_was_promoted_before(run: Path) -> Non
 def test_promote_serves_a_newer_version_and_no_older_one(run: Path, engine: FakeEngine) -> None:
     serving = ("--engine", engine.url, "--gateway", engine.url)
     assert "serves it" in told("promote", "r", 3, "--store", run, *serving)
-    assert (engine.published, engine.refreshes) == ([3], 1)
+    assert (engine.published, engine.swaps) == ([3], 1)
     why = refused("promote", "r", 2, "--store", run, "--engine", engine.url)
     assert "serves version 3, and version numbers only grow there" in why
     assert "`spangrad rollback r --to 2`" in why

@@ -23,7 +23,8 @@ class FakeEngine:
         self.version = "default"
         self.published: list[int] = []
         """Versions in the order in which they were published."""
-        self.refreshes = 0
+        self.swaps = 0
+        """Publishes of which the gateway was told the end."""
         self.fails = False
         """Answer an update with 500."""
         self.url = ""
@@ -45,8 +46,10 @@ class FakeEngine:
                 return {"data": [{"id": "policy", "max_model_len": MAX_LENGTH}]}
             case "/v1/completions":
                 return {"choices": [self._scored(i, row) for i, row in enumerate(body["prompt"])]}
-            case "/spangrad/refresh":
-                self.refreshes += 1
+            case "/spangrad/engines/swapped":
+                self.swaps += 1
+            case "/spangrad/health":
+                return {"engine": {"reachable": True}}
         return {}
 
     def _scored(self, index: int, row: list[int]) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from spangrad.store.records import (
 from spangrad.trainer.learning.checkpoint import is_complete, load_counters
 from spangrad.trainer.promotion.weights import WEIGHTS_FILE, folder_of, keep, run_folder
 from spangrad.trainer.resuming import hold_folder
-from spangrad.trainer.serving.publish import publish, served_version
+from spangrad.trainer.serving.fleet import Fleet
+from spangrad.trainer.serving.publish import served_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ class Serving:
 
     def put(self, weights: Path, version: int) -> None:
         """Serve the weights of a file as a version."""
-        publish(self.engine_url, weights, version, gateway_url=self.gateway_url, gateway_key=self.gateway_key)
+        fleet = Fleet([self.engine_url], gateway_url=self.gateway_url, gateway_key=self.gateway_key)
+        fleet.publish(weights, version)
 
 
 def promote(

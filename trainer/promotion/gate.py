@@ -37,7 +37,8 @@ from spangrad.trainer.plugins import load_tasks
 from spangrad.trainer.promotion.rule import Comparison, Verdict, compare
 from spangrad.trainer.promotion.weights import WEIGHTS_FILE, folder_of, keep, kept_folder
 from spangrad.trainer.rollouts.scheduling import ENDED, RunKeys
-from spangrad.trainer.serving.publish import publish, served_version
+from spangrad.trainer.serving.fleet import Fleet
+from spangrad.trainer.serving.publish import served_version
 from spangrad.trainer.serving.served import ServedPolicy
 
 logger = logging.getLogger(__name__)
@@ -252,13 +253,9 @@ class Gate:
                     *(engine_url, served, promoted, run.config.run.id, promoted),
                 )
             elif served != promoted or not self._is_served:
-                publish(
-                    engine_url,
-                    self._weights(promoted, decisions) / WEIGHTS_FILE,
-                    promoted,
-                    gateway_url=run.config.serving.gateway_url,
-                    gateway_key=run.keys.trainer,
-                )
+                gateway_url, key = run.config.serving.gateway_url, run.keys.trainer
+                production = Fleet([engine_url], gateway_url=gateway_url, gateway_key=key)
+                production.publish(self._weights(promoted, decisions) / WEIGHTS_FILE, promoted)
                 self._is_served = True
         except PublishError as error:
             logger.warning("the promoted version %d is not served in production: %s", promoted, error)
