@@ -1,0 +1,250 @@
+"""A whole run in this process: store, credit, learner, checkpoints and publishing are real.
+
+Played are vLLM (an HTTP server with its control routes, whose logprobs are the small model's), the agents
+(they take what is queued and end it) and Ray (the learner is here).
+"""
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.adapters.building import span, text_attributes, token_attributes
+from tests.trainer.small_policy import make_model
+
+from spangrad.errors import SpangradError
+from spangrad.store import open_store
+from spangrad.store.file_store import FileStore
+from spangrad.store.otlp import encode_request
+from spangrad.store.records import Policy, Reward, RewardAuthor, Rollout, Span, Update
+from spangrad.tracer import conventions as c
+from spangrad.trainer import loop
+from spangrad.trainer.config import TrainConfig
+from spangrad.trainer.evaluation import Evaluation, evaluate
+from spangrad.trainer.learning.learner import Learner
+from spangrad.trainer.loop import TrainReport
+from spangrad.trainer.rollouts import scheduling
+from spangrad.trainer.rollouts.agent_process import WorkerConfig
+from spangrad.trainer.rollouts.scheduling import RunKeys
+from spangrad.trainer.rollouts.worker import RolloutWorker, WorkerReport
+
+OFF_BY = 0.01
+"""Nats between what the played engine says from its second version on and what its weights are."""
+
+
+@dataclass
+class PlayedServer:
+    """What one served address was asked for, and how."""
+
+    url: str
+    asked: list[str] = field(default_factory=list)
+    keys: set[str | None] = field(default_factory=set)
+    version: str = "none"
+    weights: Path | None = None
+    is_down: bool = False
+    """As a gateway: it takes no flush, and its engine does not answer."""
+
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(path.partition("?")[0])
+        match self.asked[-1]:
+            case "/spangrad/flush":
+                assert not self.is_down
+                return {"instance": "one", "spans": {"dropped": 0}}
+            case "/spangrad/health":
+                return {"engine": {"reachable": not self.is_down}}
+            case "/weight_info":
+                return {"weight_version": self.version}
+            case "/v1/models":
+                return {"data": [{"id": "policy", "max_model_len": 512}]}
+            case "/update_weights":
+                self.weights = Path(body["update_info"]["path"])
+            case "/finish_weight_update":
+                self.version = body["weight_version"]
+            case "/reset_prefix_cache":
+                return {"success": True}
+            case "/v1/completions":
+                rows = enumerate(body["prompt"])
+                return {"choices": [{"index": i, "prompt_logprobs": self._logprobs(row)} for i, row in rows]}
+        return {}
+
+    def _logprobs(self, row: Sequence[int]) -> list[dict[str, Any] | None]:
+        assert self.weights is not None
+        model = make_model()
+        model.load_state_dict(load_file(self.weights))
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(torch.tensor([list(row)])).logits[0], -1)
+        off = 0.0 if self.version == "0" else OFF_BY
+        said = [float(logprobs[place, token]) - off for place, token in enumerate(row[1:])]
+        return [None, *({str(t): {"logprob": one}} for t, one in zip(row[1:], said, strict=True))]
+
+
+@contextmanager
+def played_server() -> Iterator[PlayedServer]:
+    """Serve until the end of the block."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer({})
+
+        def do_POST(self) -> None:
+            self._answer(json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}"))
+
+        def _answer(self, body: dict[str, Any]) -> None:
+            played.keys.add(self.headers.get("authorization"))
+            try:
+                said = json.dumps(played.answer(self.path, body)).encode()
+            except AssertionError:
+                self.close_connection = True
+                return
+            self.send_response(200)
+            self.send_header("content-length", str(len(said)))
+            self.end_headers()
+            self.wfile.write(said)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        played = PlayedServer(f"http://127.0.0.1:{server.server_port}")
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            yield played
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+@dataclass
+class Played:
+    """What is left of a run, and what was asked on its way."""
+
+    config: TrainConfig
+    report: TrainReport | None = None
+    error: str | None = None
+    rollouts: list[Rollout] = field(default_factory=list)
+    updates: list[Update] = field(default_factory=list)
+    policies: list[Policy] = field(default_factory=list)
+    rewards: list[Reward] = field(default_factory=list)
+    asked: dict[str, list[str]] = field(default_factory=dict)
+    """Paths that were asked of each server."""
+    keys: dict[str, set[str | None]] = field(default_factory=dict)
+    """What each server was shown."""
+    workers: list[tuple[WorkerConfig, int]] = field(default_factory=list)
+    """What workers were started with, and how many."""
+
+    def of_split(self, split: str) -> list[Rollout]:
+        return [one for one in self.rollouts if (one.split or "").startswith(split)]
+
+    def tasks(self, split: str) -> list[str]:
+        return [str(one.task_id) for one in self.of_split(split)]
+
+    def metric(self, name: str) -> float:
+        """Of the first update."""
+        assert self.updates, self.error
+        return float(self.updates[0].metrics[name])
+
+
+class Agents:
+    """Ends what is queued as the tasks say: `{"task_id", "rewards": of each member}`."""
+
+    def __init__(self, played: Played, *, dull: int = 0) -> None:
+        """`dull`: so many rollouts get the same reward before the tasks' own count."""
+        self.played = played
+        self.store: FileStore | None = None
+        self._dull = dull
+        self._ended = 0
+
+    def open(self, target: str, key: str | None = None) -> FileStore:
+        """What the run opens is where the agents take from."""
+        store = open_store(target, key)
+        assert isinstance(store, FileStore)
+        self.store = store
+        return store
+
+    def work(self, worker: WorkerConfig, count: int) -> list[WorkerReport]:
+        """Take the place of Ray's workers."""
+        self.played.workers.append((worker, count))
+        assert self.store is not None
+        for rollout in self.store.claim(
+            worker="played",
+            limit=10_000,
+            run_id=worker.run_id,
+            split=worker.split,
+            policy_version=worker.policy_version,
+        ):
+            self._end(self.store, rollout, worker)
+        return [WorkerReport()]
+
+    def _end(self, store: FileStore, rollout: Rollout, worker: WorkerConfig) -> None:
+        self._ended += 1
+        member = int(rollout.rollout_id[-2:]) if rollout.split == "train" else 0
+        # Sampled before the newest publish, from the second update on.
+        version = max(0, (worker.policy_version or 0) - 1)
+        store.put_otlp(encode_request(_spans(rollout.rollout_id, self._ended, member, version)))
+        reward = 0.5 if self._ended <= self._dull else (rollout.task or {})["rewards"][member]
+        given = [Reward(rollout.rollout_id, reward, attempt=rollout.attempt)]
+        store.put_rewards(given, author=RewardAuthor.EVALUATOR)
+        store.finish(rollout.rollout_id, rollout.attempt)
+
+
+def _spans(rollout_id: str, trace: int, member: int, version: int) -> list[Span]:
+    """A call that all members begin with, one in which they part, and one more for every member before it."""
+    names = {c.ROLLOUT_ID: rollout_id, c.ATTEMPT: 0}
+    spans = [span("r", trace=f"{trace:x}", attributes={**names, c.SPAN_ROLE: "rollout"}, end_ns=100)]
+    ids, messages = [1, 2], [{"role": "user", "parts": [{"type": "text", "content": "q"}]}]
+    for index, reply in enumerate([[3, 5], [3, 10 + member], *[[3, 7]] * member]):
+        seen = {c.INPUT_MESSAGES: json.dumps(messages), c.RESPONSE_ID: f"{rollout_id}-{index}"}
+        told = text_attributes(**names, **token_attributes(ids, reply, version=version), **seen)
+        spans.append(span(f"c{index}", trace=f"{trace:x}", parent="r", start_ns=10 + index, attributes=told))
+        ids = [*ids, *reply, 8]
+        for role in ("assistant", "user"):
+            messages = [*messages, {"role": role, "parts": [{"type": "text", "content": "on"}]}]
+    return spans
+
+
+def work_for_real(worker: WorkerConfig, count: int) -> list[WorkerReport]:
+    """A real worker of this process, with the agent in a process of its own; no call is recorded."""
+    real = RolloutWorker()
+    try:
+        return [real.run(worker)]
+    finally:
+        real.stop()
+
+
+def play(config: TrainConfig, *, dull: int = 0, are_agents_real: bool = False) -> Played:
+    """`train` with the played parts; an error of ours is a part of what is left."""
+    played = Played(config)
+    agents = Agents(played, dull=dull)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduling._POOL, "run", work_for_real if are_agents_real else agents.work)
+        if not are_agents_real:
+            patch.setattr(loop, "open_store", agents.open)
+        patch.setattr(loop, "start_ray", lambda: None)
+        patch.setattr(loop, "start_learner", Learner)
+        patch.setattr(loop, "call", lambda method, *given, **named: method(*given, **named))
+        try:
+            played.report = loop.train(config)
+        except SpangradError as error:
+            played.error = str(error)
+    with open_store(config.hub.url) as store:
+        played.rollouts = store.rollouts(run_id=config.run.id)
+        played.rewards = store.rewards([one.rollout_id for one in played.rollouts])
+        played.updates = store.updates(config.run.id)
+        played.policies = store.policies(config.run.id)
+    return played
+
+
+def play_evaluation(config: TrainConfig) -> Evaluation:
+    """`evaluate` as a demo asks for it before and after, with the played agents."""
+    agents = Agents(Played(config))
+    with pytest.MonkeyPatch.context() as patch, agents.open(config.hub.url) as store:
+        patch.setattr(scheduling._POOL, "run", agents.work)
+        return evaluate(store, config, RunKeys(), label="before", policy_version=0)
