@@ -97,17 +97,47 @@ def baselines_of(
     }
 
 
+def nothing_before(
+    diagnostics: Mapping[str, float], batch: Sequence[Rollout], config: CreditConfig
+) -> str | None:
+    """What to say if half of a batch or more has no baseline, as where no task comes twice; None: less has.
+
+    Args:
+        diagnostics: Of the batch, as `CreditDiagnostics.metrics` has them.
+        batch: Its rollouts.
+        config: What they were credited with.
+    """
+    missing = diagnostics.get("baseline/missing", 0.0)
+    scored = diagnostics.get("rollouts/all", 0.0) - diagnostics.get("rollouts/missing_reward", 0.0)
+    if not missing or 2.0 * missing < scored:
+        return None
+    keys = [name for name in _all_keys(batch) if name != config.baseline_key]
+    return (
+        f"{missing:.0f} of {scored:.0f} rollouts train nothing: by credit.baseline_key {config.baseline_key!r}"
+        " none of their kind ended before them, so a running baseline has nothing to compare them with; name"
+        f" what tasks have in common, {_shown(keys)}"
+    )
+
+
 def _tell_no_kind(batch: Sequence[Rollout], key: str) -> None:
-    keys = sorted({name for rollout in batch for name in _keys(rollout)})
-    if key != "all" and key not in keys:
-        more = ", ..." if len(keys) > _SHOWN else ""
+    keys = _all_keys(batch)
+    if key not in keys:
         logger.warning(
             "none of %d rollouts has a %s, which credit.baseline_key names, so none has a baseline; there is"
             " %s",
             len(batch),
             key,
-            ", ".join(["all", *keys[:_SHOWN]]) + more,
+            _shown(keys),
         )
+
+
+def _shown(keys: Sequence[str]) -> str:
+    return ", ".join(keys[: _SHOWN + 1]) + (", ..." if len(keys) > _SHOWN + 1 else "")
+
+
+def _all_keys(batch: Sequence[Rollout]) -> list[str]:
+    """Values of `baseline_key` by which any rollout would be of a kind."""
+    return ["all", *sorted({name for rollout in batch for name in _keys(rollout)})]
 
 
 def _keys(rollout: Rollout) -> Iterator[str]:

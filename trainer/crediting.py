@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from spangrad.adapters.model_call import Grade, ModelCall
 from spangrad.credit.critic import Critic
+from spangrad.credit.history import nothing_before
 from spangrad.credit.pipeline import CreditedBatch, credited_rows
 from spangrad.credit.scoring import scorer
 from spangrad.store.base import Store
@@ -46,6 +47,7 @@ class Crediting:
         folder = check_model_folder(model)
         self._vocab_size: int | None = folder.get("vocab_size")
         self._context = context_length(folder)
+        self._told_alone = False
 
     def rows(
         self,
@@ -73,7 +75,16 @@ class Crediting:
                 "going in a circle earned up to %.3g from what credit.shaping adds; an agent can farm it",
                 batch.diagnostics["shaping/farming_gain"],
             )
+        alone = nothing_before(batch.diagnostics, rollouts, config.credit)
+        if alone is not None and not self._told_alone:
+            self._told_alone = True
+            logger.warning("%s", alone)
         return batch
+
+    def why_nothing(self, batch: CreditedBatch, rollouts: Sequence[Rollout]) -> str:
+        """What of the settings of credit leaves a batch without signal, to be put behind other reasons."""
+        alone = nothing_before(batch.diagnostics, rollouts, self._config.credit)
+        return "" if alone is None else f"; {alone}"
 
     def informative_groups(self, batch: CreditedBatch) -> int:
         """How many groups an update can learn from; a rollout without one is a group of its own."""

@@ -11,6 +11,7 @@ from numpy.testing import assert_allclose
 
 from spangrad.credit.assign import assign
 from spangrad.credit.credit_config import CreditConfig
+from spangrad.credit.history import nothing_before
 from spangrad.credit.pipeline import credited_rows
 from spangrad.credit.running import baseline_advantages, rollouts_remembered, running_baselines
 from spangrad.credit.types import Step, Trajectory
@@ -156,6 +157,29 @@ def test_a_key_that_no_rollout_of_the_batch_has_is_told_with_those_that_there_ar
             " is all, task.n, task.n.m, task.type, task_id"
         )
         assert caplog.messages == [says] * warns
+
+
+def test_a_batch_in_which_most_have_nothing_before_them_is_told(store):
+    ended(
+        store,
+        *(Rollout(name, run_id="run", task_id=name, task={"type": "sql"}) for name in ("a", "b")),
+        Rollout("c", run_id="run", task_id="a", task={"type": "sql"}),
+        rewards={"a": 1.0, "b": 5.0, "c": 0.0},
+    )
+
+    def told(config: CreditConfig, *ids: str) -> str | None:
+        rollouts = store.rollouts(rollout_ids=list(ids))
+        return nothing_before(credited_rows(store, rollouts, config).diagnostics, rollouts, config)
+
+    assert told(CONFIG, "a", "b") == (
+        "2 of 2 rollouts train nothing: by credit.baseline_key 'task_id' none of their kind ended before them,"
+        " so a running baseline has nothing to compare them with; name what tasks have in common,"
+        " all, task.type"
+    )
+    assert "2 of 3 rollouts train nothing" in str(told(CONFIG, "a", "b", "c"))
+    assert told(CONFIG, "c") is None
+    assert told(dataclasses.replace(CONFIG, baseline_key="all"), "a", "b", "c") is None  # 1 of 3
+    assert told(CreditConfig(), "a", "b") is None
 
 
 def test_rewards_of_steps_count_in_the_history(store):
