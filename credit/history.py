@@ -111,9 +111,10 @@ def nothing_before(
     scored = diagnostics.get("rollouts/all", 0.0) - diagnostics.get("rollouts/missing_reward", 0.0)
     if not missing or 2.0 * missing < scored:
         return None
-    keys = [name for name in _all_keys(batch) if name != config.baseline_key]
+    key = config.baseline_key
+    keys = [name for name in _all_keys(batch) if name != key]
     return (
-        f"{missing:.0f} of {scored:.0f} rollouts train nothing: by credit.baseline_key {config.baseline_key!r}"
+        f"{missing:.0f} of {scored:.0f} rollouts train nothing: by credit.baseline_key {key!r}"
         " none of their kind ended before them, so a running baseline has nothing to compare them with; name"
         f" what tasks have in common, {_shown(keys)}"
     )

@@ -188,9 +188,9 @@ class EvalConfig:
     """Held-out evaluation."""
 
     every: int = 0
-    """Evaluate after every so many updates; 0: only before and after."""
+    """Evaluate after every so many updates; 0: never in between."""
     tasks: int = 128
-    """Held-out tasks before and after; 1 or more."""
+    """Held-out tasks before and after training, where that is evaluated (`spangrad demo`); 1 or more."""
     tasks_between: int = 64
     """Held-out tasks of the evaluations in between; 1 or more."""
     success_at: float = 1.0
@@ -252,10 +252,16 @@ class TrainConfig:
                 " out"
             )
         require(
-            self.learner.seed in (LearnerConfig().seed, self.run.seed),
+            self.learner.seed in (None, self.run.seed),
             "learner.seed",
             self.learner.seed,
             f"none: run.seed, {self.run.seed}, seeds the learner of a run",
+        )
+        require(
+            self.serving.model in ("", self.learner.model_path) or not self.learner.model_path,
+            "learner.model_path",
+            self.learner.model_path,
+            f"none: a run starts from serving.model, {self.serving.model!r}",
         )
 
     @property

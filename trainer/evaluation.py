@@ -1,13 +1,14 @@
 """Success on held-out tasks, with an interval."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from spangrad.credit.rewards import by_rollout, rewards_of
+from spangrad.errors import ConfigError
 from spangrad.store.base import Store
 from spangrad.store.records import Rollout, RolloutStatus
-from spangrad.trainer.config import TrainConfig
+from spangrad.trainer.config import EvalConfig, TrainConfig
 from spangrad.trainer.learning.monitors import wilson_interval
 from spangrad.trainer.plugins import load_tasks
 from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, worker_config
@@ -30,6 +31,23 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         """`{"success", "ci", "n"}`."""
         return {"success": self.success, "ci": [self.low, self.high], "n": self.n}
+
+
+def check_only_between(config: EvalConfig) -> None:
+    """Refuse settings of a run that evaluates neither before nor after, if it does at all.
+
+    Raises:
+        ConfigError: One was changed that has no effect there.
+    """
+    default = EvalConfig()
+    idle = ("tasks",) if config.every else tuple(field.name for field in fields(config))
+    for name in idle:
+        if (value := getattr(config, name)) != getattr(default, name):
+            because = "and not before and after" if config.every else "if eval.every says how often"
+            raise ConfigError(
+                f"eval.{name} = {value!r} has no effect: a training run evaluates in between, {because};"
+                " leave it out"
+            )
 
 
 def evaluate(

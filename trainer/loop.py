@@ -377,6 +377,7 @@ class Run:
 
     def _why_empty(self, batch: CreditedBatch, rollouts: list[Rollout]) -> str:
         trainable = sum(int(row.action_mask.sum()) for row in batch.rows)
+        why = self._crediting.why_nothing(batch, rollouts)
         first = f"; first refusal: {batch.refused[0].reason}" if batch.refused else ""
         failures = [rollout.failure for rollout in rollouts if rollout.failure]
         broken = f"; first failure: {failures[0]}" if failures else ""
@@ -384,8 +385,7 @@ class Run:
             f"update {self.update_index}: nothing to learn from {len(rollouts)} rollouts:"
             f" {trainable} trainable tokens, {int(batch.diagnostics.get('groups/informative', 0))} of"
             f" {int(batch.diagnostics.get('groups/all', 0))} groups with different rewards,"
-            f" {len(batch.refused)} calls refused{first}{broken}{self._crediting.why_nothing(batch, rollouts)};"
-            " the rollouts stay in the store unconsumed;"
+            f" {len(batch.refused)} calls refused{first}{broken}{why}; the rollouts stay in the store unconsumed;"
             " the same command grades them again with a changed reward, and runs again what failed;"
             " for a changed agent choose another run.id"
         )

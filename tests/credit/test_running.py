@@ -172,8 +172,8 @@ def test_a_batch_in_which_most_have_nothing_before_them_is_told(store):
         return nothing_before(credited_rows(store, rollouts, config).diagnostics, rollouts, config)
 
     assert told(CONFIG, "a", "b") == (
-        "2 of 2 rollouts train nothing: by credit.baseline_key 'task_id' none of their kind ended before them,"
-        " so a running baseline has nothing to compare them with; name what tasks have in common,"
+        "2 of 2 rollouts train nothing: by credit.baseline_key 'task_id' none of their kind ended before"
+        " them, so a running baseline has nothing to compare them with; name what tasks have in common,"
         " all, task.type"
     )
     assert "2 of 3 rollouts train nothing" in str(told(CONFIG, "a", "b", "c"))

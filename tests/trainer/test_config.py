@@ -17,6 +17,7 @@ from spangrad.trainer.config import (
     TrainConfig,
     load_config,
 )
+from spangrad.trainer.evaluation import check_only_between
 from spangrad.trainer.learning.corrections import CorrectionConfig
 from spangrad.trainer.learning.learner_config import CriticConfig, LearnerConfig
 from spangrad.trainer.learning.objectives import OBJECTIVES
@@ -446,7 +447,20 @@ def test_the_seed_of_the_learner_is_that_of_the_run(tmp_path):
         ConfigError, match=r"learner.seed is 3, expected none: run.seed, 0, seeds the learner"
     ):
         load_config(file, ["learner.seed=3"])
+    with pytest.raises(
+        ConfigError, match=r"learner.seed is 0, expected none: run.seed, 3, seeds the learner"
+    ):
+        load_config(file, ["learner.seed=0", "run.seed=3"])
     assert load_config(file, ["learner.seed=3", "run.seed=3"]).run.seed == 3
+    assert load_config(file, ["learner.seed=none", "run.seed=3"]).learner.seed is None
+
+
+def test_a_run_has_one_model_to_start_from(tmp_path):
+    file = write(tmp_path, MINIMAL + '[serving]\nmodel = "a"\n')
+    with pytest.raises(ConfigError, match=r"learner.model_path is 'b', expected none: .* serving.model, 'a'"):
+        load_config(file, ["learner.model_path=b"])
+    assert load_config(file, ["learner.model_path=a"]).serving.model == "a"
+    assert load_config(file, ["learner.model_path=b", "serving.model="]).learner.model_path == "b"
 
 
 @pytest.mark.parametrize(
@@ -504,6 +518,14 @@ def test_the_only_rollout_of_an_update_is_never_late():
     assert RolloutConfig(groups_per_update=1, group_size=1, informative_groups=1).straggler_s == STRAGGLER_S
     with pytest.raises(ConfigError, match=r"straggler_s = None has no effect with one rollout an update"):
         RolloutConfig(groups_per_update=1, group_size=1, straggler_s=None)
+
+
+def test_a_run_that_only_evaluates_in_between_refuses_what_that_needs_not():
+    check_only_between(EvalConfig())
+    check_only_between(EvalConfig(every=4, tasks_between=7, success_at=0.5, seed=1))
+    for changed in ({"tasks": 9, "every": 4}, {"tasks": 9}, {"success_at": 0.5}, {"seed": 1}):
+        with pytest.raises(ConfigError, match=rf"eval\.{next(iter(changed))} = .* has no effect: a training"):
+            check_only_between(EvalConfig(**changed))
 
 
 def test_without_refills_no_number_of_informative_groups_has_an_effect():

@@ -93,7 +93,8 @@ class Learner:
             torch.set_num_threads(config.threads)
         self.config = config
         self.device = usable_device(config.device)
-        torch.manual_seed(config.seed)
+        self._seed = config.seed or 0
+        torch.manual_seed(self._seed)
         self.model = load_model(config.model_path, device=self.device)
         self._packer = Packer(config, self.model)
         self._head = head_form(self.model)
@@ -157,7 +158,7 @@ class Learner:
         comparison = self._comparison(selection.rows, seconds)
         is_first = True
         for epoch in range(config.epochs_per_update):
-            rng = np.random.default_rng((config.seed, self.updates, epoch))
+            rng = np.random.default_rng((self._seed, self.updates, epoch))
             for indices in np.array_split(rng.permutation(len(groups)), parts):
                 step_rows = [row for i in indices for row in groups[i]]
                 if comparison is not None:
@@ -345,7 +346,7 @@ class Learner:
         kept = self._select(rows, objective="bc").rows
         lengths = np.array([trimmed_length(row) for row in kept])
         totals, tail = Totals(), Totals()
-        chosen = bucketed_batches(lengths, batch_rows=batch_rows, steps=steps, seed=self.config.seed)
+        chosen = bucketed_batches(lengths, batch_rows=batch_rows, steps=steps, seed=self._seed)
         for step, indices in enumerate(chosen):
             lr = scheduled_lr(self.config.lr, step, steps, schedule=schedule, warmup_steps=warmup_steps)
             step_rows = [kept[i] for i in indices]

@@ -49,7 +49,8 @@ class LearnerConfig:
     """What a learner is made from; checked when made. A changed setting that nothing uses is refused."""
 
     model_path: str = ""
-    """Hugging Face folder of the starting policy; a training run fills in `serving.model`."""
+    """Hugging Face folder of the starting policy; a training run starts from `serving.model`, and another
+    beside it is refused."""
     dtype: str = "float32"
     """`float32`, or `bfloat16`: compute in bfloat16 over float32 weights and export bfloat16."""
     device: str = "cpu"
@@ -148,8 +149,8 @@ class LearnerConfig:
     kl_monitor_rows: int = 128
     """`policy/kl_to_start` is measured on at most this many rows, taken at random; 0 or more. All are where
     `kl_coef` is above 0, none where the objective needs no starting policy (`bc`, `awr`)."""
-    seed: int = 0
-    """Seeds the order of rows; 0 or more. In a training run `run.seed` does, and this one is refused."""
+    seed: int | None = None
+    """Seeds the order of rows; 0 or more. None: 0; in a training run `run.seed`, and another is refused."""
     threads: int = 0
     """torch CPU threads of the process; 0 leaves them as they are."""
 
@@ -205,7 +206,7 @@ class LearnerConfig:
             ("lora_rank", self.lora_rank >= 0, "0 or more"),
             ("lora_alpha", self.lora_alpha > 0, "more than 0"),
             ("kl_monitor_rows", self.kl_monitor_rows >= 0, "0 or more"),
-            ("seed", self.seed >= 0, "0 or more"),
+            ("seed", self.seed is None or self.seed >= 0, "0 or more"),
             ("threads", self.threads >= 0, "0 or more"),
         ):
             require(bool(holds), f"learner.{name}", getattr(self, name), expected)

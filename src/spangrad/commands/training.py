@@ -44,6 +44,9 @@ def train(
     from spangrad.trainer.config import load_config
 
     settings = load_config(config, changes or [])
+    from spangrad.trainer.evaluation import check_only_between
+
+    check_only_between(settings.eval)
     from spangrad.trainer.loop import train as run_training
     from spangrad.trainer.reporting.report import LiveTable
 
