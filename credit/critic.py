@@ -10,7 +10,8 @@ is neither blamed nor praised for what nobody saw.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from spangrad.adapters.call_tree import CallTree
+from spangrad.adapters.call_tree import CallTree, build_tree
+from spangrad.adapters.model_call import ModelCall, Purpose
 from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import transitions
 from spangrad.credit.types import Trajectory
@@ -27,6 +28,17 @@ def valued(trajectories: Sequence[Trajectory], trees: Iterable[CallTree], critic
         for segment, value in zip(row.segments, values, strict=True):
             found[row.rollout_id, segment.call_id] = float(value)
     return [replace(each, values=_values(each, found)) for each in trajectories]
+
+
+def valued_calls(
+    trajectories: Sequence[Trajectory], calls_by_rollout: Mapping[str, Sequence[ModelCall]], critic: Critic
+) -> list[Trajectory]:
+    """The trajectories with values of the calls that they were made of."""
+    sampled = (
+        [call for call in calls_by_rollout[each.rollout_id] if call.purpose is not Purpose.EMBEDDING]
+        for each in trajectories
+    )
+    return valued(trajectories, map(build_tree, sampled), critic)
 
 
 def with_values(

@@ -385,9 +385,9 @@ class Run:
             f"update {self.update_index}: nothing to learn from {len(rollouts)} rollouts:"
             f" {trainable} trainable tokens, {int(batch.diagnostics.get('groups/informative', 0))} of"
             f" {int(batch.diagnostics.get('groups/all', 0))} groups with different rewards,"
-            f" {len(batch.refused)} calls refused{first}{broken}{why}; the rollouts stay in the store unconsumed;"
-            " the same command grades them again with a changed reward, and runs again what failed;"
-            " for a changed agent choose another run.id"
+            f" {len(batch.refused)} calls refused{first}{broken}{why}; the rollouts stay in the store"
+            " unconsumed; the same command grades them again with a changed reward, and runs again what"
+            " failed; for a changed agent choose another run.id"
         )
 
 

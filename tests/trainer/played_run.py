@@ -6,7 +6,7 @@ Played are vLLM (an HTTP server with its control routes, whose logprobs are the 
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.adapters.building import span, text_attributes, token_attributes
-from tests.trainer.small_policy import make_model
+from tests.trainer.small_policy import make_model, make_policy
 
 from spangrad.errors import SpangradError
 from spangrad.store import open_store
@@ -35,6 +35,27 @@ from spangrad.trainer.rollouts.agent_process import WorkerConfig
 from spangrad.trainer.rollouts.scheduling import RunKeys
 from spangrad.trainer.rollouts.worker import RolloutWorker, WorkerReport
 
+RUN = """
+[run]
+id = "r"
+updates = 2
+[hub]
+url = "{folder}/store.duckdb"
+[serving]
+engine_url = "{url}"
+gateway_url = "{url}"
+model = "policy"
+[agent]
+function = "agent.py:run"
+tasks = "tasks.jsonl"
+reward = "agent.py:reward"
+[rollout]
+groups_per_update = 2
+group_size = 2
+max_staleness = 1
+[learner]
+threads = 1
+"""
 OFF_BY = 0.01
 """Nats between what the played engine says from its second version on and what its weights are."""
 
@@ -150,6 +171,16 @@ class Played:
         """Of the first update."""
         assert self.updates, self.error
         return float(self.updates[0].metrics[name])
+
+
+def write_run(folder: Path, url: str, tasks: Sequence[Mapping[str, Any]], more: str = "") -> Path:
+    """The config of a run with these tasks, beside a policy of its own; `more` is further TOML."""
+    make_policy(folder / "policy")
+    (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+    (folder / "agent.py").write_text("def run(task): ...\ndef reward(task, output): ...\n")
+    file = folder / "run.toml"
+    file.write_text(RUN.format(folder=folder, url=url) + more)
+    return file
 
 
 class Agents:

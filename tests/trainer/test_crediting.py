@@ -1,40 +1,13 @@
 """What a run says of credit that comes to nothing."""
 
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.trainer.played_run import Played, play, played_server
-from tests.trainer.small_policy import make_policy
+from tests.trainer.played_run import Played, play, played_server, write_run
 
 from spangrad.trainer.config import load_config
-
-RUN = """
-[run]
-id = "r"
-updates = 2
-[hub]
-url = "{folder}/store.duckdb"
-[serving]
-engine_url = "{url}"
-gateway_url = "{url}"
-model = "{folder}/policy"
-[agent]
-function = "agent.py:run"
-tasks = "tasks.jsonl"
-reward = "agent.py:reward"
-[rollout]
-groups_per_update = 2
-group_size = 1
-max_staleness = 1
-refills = 1
-[credit]
-episode = "running_baseline"
-[learner]
-threads = 1
-"""
 
 
 @pytest.fixture
@@ -45,12 +18,9 @@ def url() -> Iterator[str]:
 
 def played(folder: Path, url: str, *changes: str) -> Played:
     """A run of tasks that nobody runs twice."""
-    make_policy(folder / "policy")
     tasks = [{"task_id": f"t{k}", "level": k % 2, "rewards": [float(k % 3)]} for k in range(40)]
-    (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
-    (folder / "agent.py").write_text("def run(task): ...\ndef reward(task, output): ...\n")
-    (folder / "run.toml").write_text(RUN.format(folder=folder, url=url))
-    return play(load_config(folder / "run.toml", changes))
+    file = write_run(folder, url, tasks, '[credit]\nepisode = "running_baseline"\n')
+    return play(load_config(file, ["rollout.group_size=1", "rollout.refills=1", *changes]))
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

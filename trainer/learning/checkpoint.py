@@ -178,13 +178,13 @@ def load_record(folder: str | Path) -> Any:
     return _state(Path(folder))["record"]
 
 
-def load_counters(folder: str | Path) -> dict[str, Any]:
-    """The learner's counters in one checkpoint, without its tensors.
+def load_counters(folder: str | Path) -> Mapping[str, Any]:
+    """What a checkpoint counts, without its tensors.
 
     Raises:
         StoreError: The folder is not a complete checkpoint of this format.
     """
-    counters: dict[str, Any] = _state(Path(folder))["counters"]
+    counters: Mapping[str, Any] = _state(Path(folder))["counters"]
     return counters
 
 
@@ -205,7 +205,7 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
 
 def _state(folder: Path) -> dict[str, Any]:
     if not is_complete(folder):
-        raise StoreError(f"{str(folder)!r} is not a complete checkpoint; take one that `latest` returns")
+        raise StoreError(f"{str(folder)!r} is not a complete checkpoint; expected a folder with state.json")
     state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
     if state.get("format") != FORMAT:
         raise StoreError(

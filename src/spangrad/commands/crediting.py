@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from spangrad.commands.critic_option import CheckpointOption, critic_of
 from spangrad.commands.filters import check_authors, rollouts_named_by, rollouts_that_fit, trained_on
 from spangrad.commands.options import (
     DEFAULT_STORE,
@@ -69,6 +70,7 @@ def compare(
             " authors hold where they apply.",
         ),
     ] = None,
+    checkpoint: CheckpointOption = None,
     author: AuthorOption = None,
     reward: RewardOption = None,
     limit: Annotated[
@@ -79,7 +81,10 @@ def compare(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Give the same stored rollouts to several estimators and show where they differ. Needs no model.
+    """Give the same stored rollouts to several estimators and show where they differ.
+
+    Needs no model, but for what asks a critic: gae and value_baseline take
+    values from --checkpoint of the run in --config.
 
     Terms for episodes: grpo, rloo, maxrl, opo, reinforce_pp_baseline,
     best_of_group, ...; for steps: gigpo, hgpo, leave_one_out_to_go, ... A wrong
@@ -92,7 +97,9 @@ def compare(
     compared, of rollouts that succeeded.
     """
     from spangrad.adapters.report import other_rewards
+    from spangrad.credit.compare import Entry
     from spangrad.credit.compare import compare as compared
+    from spangrad.credit.critic import valued_calls
     from spangrad.credit.pipeline import ended_with_calls, trajectories_of
     from spangrad.credit.rewards import DEFAULT_AUTHORS
 
@@ -102,6 +109,7 @@ def compare(
 
         check_place(html)
     configs, authors, base_dir = _configs(estimators, config, reward)
+    critic = critic_of(checkpoint, config, configs.values())
     names = sorted({name for credit in configs.values() for name in credit.reward_weights})
     refused: list[Refused] = []
     with opened(store, key) as opened_store:
@@ -112,25 +120,26 @@ def compare(
         if not (rollout or split):
             wanted = trained_on(wanted, clone=False)
         ended, calls = ended_with_calls(opened_store, _whole_groups(opened_store, wanted), refused)
-        entries = {
-            name: (
+        entries: dict[str, Entry] = {}
+        for name, credit in configs.items():
+            trajectories = trajectories_of(
+                opened_store,
+                ended,
+                calls,
                 credit,
-                trajectories_of(
-                    opened_store,
-                    ended,
-                    calls,
-                    credit,
-                    authors=author or authors or DEFAULT_AUTHORS,
-                    base_dir=base_dir,
-                ),
+                authors=author or authors or DEFAULT_AUTHORS,
+                base_dir=base_dir,
             )
-            for name, credit in configs.items()
-        }
+            if critic is not None and credit.needs_values:
+                trajectories = valued_calls(trajectories, calls, critic)
+            entries[name] = (credit, trajectories)
         others = other_rewards(opened_store, *names)
     for reason, count in Counter(one.counted_as for one in refused).most_common():
         note(f"left out, {count}x: {reason}")
     if others:
         note(other_names(names, others))
+    if critic is None and any(credit.needs_values for credit in configs.values()):
+        note("values of states are a run's critic's: --config and --checkpoint of one name it")
     found = compared(entries)
     if not found.steps:
         raise CreditError(_nothing(found, wanted, names))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from spangrad.commands.critic_option import CheckpointOption, critic_of
 from spangrad.commands.filters import check_authors, is_measured, rollouts_that_fit, trained_on
 from spangrad.commands.options import (
     DEFAULT_STORE,
@@ -30,6 +31,7 @@ from spangrad.errors import ConfigError
 
 if TYPE_CHECKING:
     from spangrad.adapters.model_call import ModelCall
+    from spangrad.credit.credit_config import CreditConfig
     from spangrad.credit.pipeline import CreditedBatch
     from spangrad.credit.rendered import Render
     from spangrad.credit.transition import Transition
@@ -52,6 +54,7 @@ def transitions(
             " and weights; without, GRPO.",
         ),
     ] = None,
+    checkpoint: CheckpointOption = None,
     author: AuthorOption = None,
     reward: RewardOption = None,
     min_grade: Annotated[
@@ -100,12 +103,21 @@ def transitions(
     elif min_grade is not None:
         settings["min_grade"] = min_grade
     weights = settings["reward_weights"] or {}
+    credit = settings["config"]
+    critic = critic_of(checkpoint, config, () if credit is None else (credit,))
+    if critic is None and credit is not None and credit.needs_values:
+        raise ConfigError(
+            f"credit.episode {credit.episode!r} with credit.step {credit.step!r} needs values of states,"
+            " which a run's critic gives: name a checkpoint of it with --checkpoint"
+        )
     with opened(store, key) as opened_store:
         wanted = rollouts_that_fit(opened_store, store, rollouts=rollout, run=run, split=split)
         if not (rollout or split):
             wanted = trained_on(wanted, clone=clone)
         compared = [wanted] if clone else _with_groups(opened_store, wanted)
-        batches = [credited_rows(opened_store, part, render=render, **settings) for part in compared]
+        batches = [
+            credited_rows(opened_store, part, render=render, critic=critic, **settings) for part in compared
+        ]
         others = {} if clone else other_rewards(opened_store, *weights)
     every = [row for one in batches for row in one.rows]
     splits = {found.rollout_id: found.split for found in wanted}
@@ -125,6 +137,7 @@ def transitions(
     elif rows:
         print_rows(_TRANSITION_COLUMNS, [_summary(row) for row in rows], right=_TRANSITION_COLUMNS[2:-2])
     _tell_shaping(batches)
+    _tell_baselines(batches, compared, credit)
     _tell_ids(batches, shown, calls, is_checked=render is not None)
     _tell_measured([found for found in wanted if is_measured(found)])
     _tell_preferences(shown)
@@ -184,6 +197,18 @@ def _tell_shaping(batches: "Sequence[CreditedBatch]") -> None:
             f"going in a circle earned up to {gain:.3g} from what credit.shaping adds: it is a new objective,"
             " and one that an agent can farm"
         )
+
+
+def _tell_baselines(
+    batches: "Sequence[CreditedBatch]",
+    compared: "Sequence[Sequence[Rollout]]",
+    credit: "CreditConfig | None",
+) -> None:
+    from spangrad.credit.history import nothing_before
+
+    for batch, rollouts in zip(batches, compared, strict=True):
+        if credit is not None and (alone := nothing_before(batch.diagnostics, rollouts, credit)) is not None:
+            note(alone)
 
 
 def _tell_ids(
