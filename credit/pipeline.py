@@ -28,6 +28,7 @@ from spangrad.credit.pairs import Preferred
 from spangrad.credit.reads import RewardsNoted
 from spangrad.credit.rendered import REWRITTEN, Render, count_rewritten, rendered, with_unknown_tools
 from spangrad.credit.rewards import DEFAULT_AUTHORS, RolloutRewards, by_rollout, rewards_of, with_names
+from spangrad.credit.samples import samples_of
 from spangrad.credit.scoring import BY_REWARD, scorer, tell_unscored
 from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import (
@@ -238,34 +239,6 @@ def trajectories_of(
     known = {name: total for name, total in totals.items() if total is not None}
     expected = baselines_of(store, known, rollouts, config, authors=authors, weights=reward_weights)
     return [replace(one, baseline=expected.get(one.rollout_id)) for one in found]
-
-
-def samples_of(rows: Sequence[Transition], policy_version: int | None = None) -> list[UpdateSample]:
-    """What each call contributed: mean advantage, trained tokens, the oldest version that sampled it."""
-    parts: dict[tuple[str, int, str], list[tuple[float, int, int]]] = {}
-    for row in rows:
-        for segment in row.segments:
-            place = slice(segment.start, segment.stop)
-            summed = float(row.advantages[place].sum())
-            part = (summed, segment.stop - segment.start, int(row.policy_versions[place].min()))
-            parts.setdefault((row.rollout_id, row.attempt, segment.call_id), []).append(part)
-    samples = []
-    for (rollout_id, attempt, call_id), found in parts.items():
-        tokens = sum(count for _, count, _ in found)
-        oldest = min(version for _, _, version in found)
-        known = oldest >= 0
-        samples.append(
-            UpdateSample(
-                rollout_id=rollout_id,
-                call_id=call_id,
-                attempt=attempt,
-                advantage=sum(summed for summed, _, _ in found) / tokens,
-                trained_tokens=tokens,
-                policy_version=oldest if known else None,
-                staleness=policy_version - oldest if known and policy_version is not None else None,
-            )
-        )
-    return samples
 
 
 def _is_stale(

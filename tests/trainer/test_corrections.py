@@ -16,7 +16,7 @@ from tests.trainer.small_policy import make_policy, make_row
 from torch import Tensor
 
 from spangrad.credit.aggregation import weigh
-from spangrad.credit.pipeline import samples_of
+from spangrad.credit.samples import samples_of
 from spangrad.credit.transition import CallSegment, Transition
 from spangrad.errors import ConfigError, EmptyBatchError
 from spangrad.trainer.crediting import as_trained

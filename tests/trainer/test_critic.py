@@ -273,7 +273,7 @@ def test_corrections_and_models_that_make_their_own_logits_leave_the_critic_its_
         learner.update(rows_of())
         found.append(weights_of(critic_of(learner)))
     own = make_learner(critic=CriticConfig())
-    own._head = None
+    own._passes.head = None
     own.update(rows_of())
     for one in (found[1], weights_of(critic_of(own))):
         for name, value in found[0].items():

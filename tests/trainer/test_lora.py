@@ -79,8 +79,8 @@ def test_the_reference_is_the_model_with_the_adapter_off(make_learner):
     assert moved["policy/kl_to_start"] == pytest.approx(float(expected), rel=1e-3)
     assert moved["policy/kl_to_start"] > 1e-4 and moved["loss/kl"] > 0
     # Losses over sequences ask for sums under both policies.
-    own, reference = (learner._sums(ROWS, of_reference=of_reference) for of_reference in (False, True))
-    start = make_learner(lora_rank=0)._sums(ROWS, of_reference=False)
+    own, reference = (learner._passes.sums(ROWS, of_reference=of_reference) for of_reference in (False, True))
+    start = make_learner(lora_rank=0)._passes.sums(ROWS, of_reference=False)
     assert reference == pytest.approx(start, rel=1e-6) and own != pytest.approx(start, rel=1e-3)
 
 

@@ -12,56 +12,50 @@ Invariants:
 * a step with a gradient that is not finite is not taken.
 """
 
-import contextlib
 import copy
 import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from spangrad.credit.transition import Transition
 from spangrad.errors import ConfigError, PolicyError
 from spangrad.trainer.learning import losses
 from spangrad.trainer.learning.adapter_folder import save_adapter
-from spangrad.trainer.learning.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from spangrad.trainer.learning.corrections import correct
 from spangrad.trainer.learning.critic import Critic, critic_metrics, values_of_calls
 from spangrad.trainer.learning.echo import with_observations
 from spangrad.trainer.learning.learner_config import LearnerConfig, scheduled_lr, update_lr
-from spangrad.trainer.learning.lora import adapter_off, add_adapter, base_digest
+from spangrad.trainer.learning.lora import add_adapter
 from spangrad.trainer.learning.memory import running_out_told
 from spangrad.trainer.learning.model import (
-    TargetStats,
     checkpoint_layers,
     load_model,
-    load_weights,
-    resumable_tensors,
     save_model_folder,
     save_weights,
-    target_hidden,
-    target_stats,
     usable_device,
     vocabulary_size,
 )
 from spangrad.trainer.learning.monitors import Totals
 from spangrad.trainer.learning.objective import batch_loss, measure_gap, monitor
 from spangrad.trainer.learning.objectives import OBJECTIVES
-from spangrad.trainer.learning.optimizer import load_optimizer, make_optimizer, optimizer_tensors
-from spangrad.trainer.learning.output_head import Entropy, head_form, output_layer
+from spangrad.trainer.learning.optimizer import make_optimizer
+from spangrad.trainer.learning.output_head import Entropy, output_layer
 from spangrad.trainer.learning.packer import Packer, count_batch, told
-from spangrad.trainer.learning.packing import Batch, bucketed_batches, trimmed_length, whole_groups
+from spangrad.trainer.learning.packing import bucketed_batches, trimmed_length, whole_groups
+from spangrad.trainer.learning.passes import Passes
 from spangrad.trainer.learning.preference import Comparison
+from spangrad.trainer.learning.resumable import Resumable
 from spangrad.trainer.learning.selection import (
     CallKey,
     Selection,
@@ -96,8 +90,12 @@ class Learner:
         self._seed = config.seed or 0
         torch.manual_seed(self._seed)
         self.model = load_model(config.model_path, device=self.device)
-        self._packer = Packer(config, self.model)
-        self._head = head_form(self.model)
+        self._passes = Passes(
+            self.model,
+            Packer(config, self.model),
+            device=self.device,
+            compute_dtype=_DTYPES[config.dtype],
+        )
         is_monitored = config.uses_ratio and config.kl_monitor_rows > 0
         compares = OBJECTIVES[config.objective].compares_sequences or config.kl_coef > 0
         needs_reference = compares or is_monitored
@@ -109,6 +107,7 @@ class Learner:
             self._reference = self.model if needs_reference else None  # with the adapter off
         elif needs_reference:
             self._reference = copy.deepcopy(self.model).requires_grad_(False)
+        self._passes.reference = self._reference
         if config.gradient_checkpointing:
             checkpoint_layers(self.model)
         self._optimizer = make_optimizer(self.model, config)
@@ -116,6 +115,7 @@ class Learner:
         if config.critic is not None:
             hidden_size = output_layer(self.model).weight.shape[-1]
             self._critic = Critic(config.critic, hidden_size, betas=config.betas, device=self.device)
+        self._resumable = Resumable(config, self.model, self._optimizer, self._critic, device=self.device)
         self._vocabulary = vocabulary_size(self.model)
         self.updates = 0
         """Calls of `update` so far, over all resumes."""
@@ -238,8 +238,8 @@ class Learner:
         # Groups are in random order: the first rows are a fair sample.
         compared = len(rows) if config.kl_coef > 0 else config.kl_monitor_rows if is_first else 0
         batches = itertools.chain(
-            ((batch, self._reference is not None) for batch in self._pack(rows[:compared])),
-            ((batch, False) for batch in self._pack(rows[compared:])),
+            ((batch, self._reference is not None) for batch in self._passes.batches(rows[:compared])),
+            ((batch, False) for batch in self._passes.batches(rows[compared:])),
         )
         use_temperature = config.uses_ratio
         for batch, is_compared in batches:
@@ -248,19 +248,21 @@ class Learner:
             if is_compared:
                 began = time.perf_counter()
                 with torch.no_grad():
-                    stats = self._stats(batch, of_reference=True, use_temperature=use_temperature)
+                    stats = self._passes.stats(batch, of_reference=True, use_temperature=use_temperature)
                 reference_M = stats.logprobs_M
                 seconds["reference"] += time.perf_counter() - began
             began = time.perf_counter()
             entropy: Entropy = "grad" if config.entropy_coef > 0 else "value" if is_first else "none"
             with torch.set_grad_enabled(not is_frozen):
-                stats = self._stats(batch, use_temperature=use_temperature, entropy=entropy)
+                stats = self._passes.stats(batch, use_temperature=use_temperature, entropy=entropy)
                 loss = batch_loss(config, batch, stats, reference_M, totals)
             if not is_frozen:
                 # Every step stands for the whole batch: its share of the sum is scaled up.
                 torch.autograd.backward(loss * parts)
             if self._critic is not None:
-                self._critic.see(batch, self._hidden(batch) if stats.hidden_MH is None else stats.hidden_MH)
+                self._critic.see(
+                    batch, self._passes.hidden(batch) if stats.hidden_MH is None else stats.hidden_MH
+                )
             if is_first:
                 monitor(config, batch, stats, reference_M, policy_version, totals)
             seconds["forward_backward"] += time.perf_counter() - began
@@ -268,7 +270,7 @@ class Learner:
     def _comparison(self, rows: Sequence[Transition], seconds: dict[str, float]) -> Comparison | None:
         if not OBJECTIVES[self.config.objective].compares_sequences:
             return None
-        policy, reference = (partial(self._sums, of_reference=which) for which in (False, True))
+        policy, reference = (partial(self._passes.sums, of_reference=which) for which in (False, True))
         return Comparison(rows, self.config, policy, reference, seconds)
 
     def _step(self, lr: float, rows: Sequence[Transition]) -> float:
@@ -287,30 +289,6 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         self.optimizer_steps += 1
         return norm
-
-    def _pack(self, rows: Sequence[Transition]) -> Iterator[Batch]:
-        for batch in self._packer.batches(rows):
-            yield batch.to(self.device)
-
-    def _stats(
-        self,
-        batch: Batch,
-        *,
-        use_temperature: bool,
-        entropy: Entropy = "none",
-        of_reference: bool = False,
-    ) -> TargetStats:
-        model = self._reference if of_reference else self.model
-        assert model is not None
-        with adapter_off(model) if of_reference else contextlib.nullcontext():
-            return target_stats(
-                model,
-                batch,
-                compute_dtype=_DTYPES[self.config.dtype],
-                head=self._head,
-                use_temperature=use_temperature,
-                entropy=entropy,
-            )
 
     @running_out_told()
     def fit_bc(
@@ -352,10 +330,10 @@ class Learner:
             step_rows = [kept[i] for i in indices]
             total_weight = sum(row.loss_weight * int(row.action_mask.sum()) for row in step_rows)
             step_loss = 0.0
-            for batch in self._pack(step_rows):
+            for batch in self._passes.batches(step_rows):
                 count_batch(batch, totals)
                 mask_BT = batch.target_mask_BT
-                stats = self._stats(batch, use_temperature=False)
+                stats = self._passes.stats(batch, use_temperature=False)
                 weights_M = batch.weights_BT[mask_BT] / total_weight
                 loss = losses.bc_loss(stats.logprobs_M, mask_BT[mask_BT], weights_M)
                 torch.autograd.backward(loss)
@@ -376,7 +354,7 @@ class Learner:
         without action tokens gets an empty array.
         """
         check_vocabulary(rows, size=self._vocabulary, model=self.config.model_path)
-        return self._logprobs(rows, use_temperature=True)
+        return self._passes.logprobs(rows, use_temperature=True)
 
     @running_out_told()
     def values(self, rows: Sequence[Transition]) -> list[list[float]]:
@@ -392,37 +370,8 @@ class Learner:
         if critic is None:
             raise PolicyError("the learner has no critic to ask; give it one with learner.critic")
         check_vocabulary(rows, size=self._vocabulary, model=self.config.model_path)
-        found = self._of_targets(rows, lambda batch: critic.values(self._hidden(batch)))
+        found = self._passes.of_targets(rows, lambda batch: critic.values(self._passes.hidden(batch)))
         return [values_of_calls(row, values) for row, values in zip(rows, found, strict=True)]
-
-    def _hidden(self, batch: Batch) -> Tensor:
-        with torch.no_grad():
-            return target_hidden(self.model, batch, compute_dtype=_DTYPES[self.config.dtype])
-
-    def _logprobs(
-        self, rows: Sequence[Transition], *, use_temperature: bool, of_reference: bool = False
-    ) -> list[NDArray[np.float32]]:
-        """Log-probability of every action token of every row, nats; no gradient."""
-        stats = partial(self._stats, use_temperature=use_temperature, of_reference=of_reference)
-        return self._of_targets(rows, lambda batch: stats(batch).logprobs_M)
-
-    def _of_targets(
-        self, rows: Sequence[Transition], of_batch: Callable[[Batch], Tensor]
-    ) -> list[NDArray[np.float32]]:
-        """A number for every action token of every row; no gradient."""
-        found: list[NDArray[np.float32]] = [np.zeros(0, dtype=np.float32) for _ in rows]
-        with torch.no_grad():
-            for batch in self._pack(rows):
-                counts = batch.target_mask_BT.sum(dim=1).cpu().numpy()
-                pieces = np.split(of_batch(batch).cpu().numpy(), np.cumsum(counts)[:-1])
-                for index, piece in zip(batch.row_indices, pieces, strict=True):
-                    found[index] = piece
-        return found
-
-    def _sums(self, rows: Sequence[Transition], *, of_reference: bool) -> NDArray[np.float64]:
-        """Summed log-probability of the action tokens of every row, nats; temperatures are ignored."""
-        scores = self._logprobs(rows, use_temperature=False, of_reference=of_reference)
-        return np.array([piece.sum(dtype=np.float64) for piece in scores])
 
     def export_weights(self, path: str | Path) -> None:
         """Write the weights in `config.dtype` as one safetensors file, complete or absent."""
@@ -473,34 +422,8 @@ class Learner:
         Raises:
             StoreFullError: The disk is full; older checkpoints are untouched.
         """
-        rng = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state(self.device)
-        counters = {
-            "updates": self.updates,
-            "optimizer_steps": self.optimizer_steps,
-            "adapter": self._adapter(),
-            "adapter_base": self._adapter_base,
-        }
-        tensors = {
-            "weights": resumable_tensors(self.model),
-            "optimizer": optimizer_tensors(self._optimizer, self.model),
-            "rng": rng,
-        }
-        if self._critic is not None:
-            tensors |= self._critic.tensors()
-            counters["critic_updates"] = self._critic.updates
-        return save_checkpoint(root, Checkpoint(tensors, counters, record), keep=keep)
-
-    def _adapter(self) -> list[Any] | None:
-        """What a checkpoint's adapters must have been made with; None: there are none."""
-        config = self.config
-        return [config.lora_rank, config.lora_alpha, list(config.lora_targets)] if config.lora_rank else None
-
-    @cached_property
-    def _adapter_base(self) -> str | None:
-        """Hash of the weights that a checkpoint's adapters must have been trained beside."""
-        return base_digest(self.model) if self.config.lora_rank else None
+        counters = {"updates": self.updates, "optimizer_steps": self.optimizer_steps}
+        return self._resumable.save(root, counters, record=record, keep=keep)
 
     def load(self, folder: str | Path) -> Any:
         """Continue from a checkpoint and return its record.
@@ -511,31 +434,7 @@ class Learner:
             StoreError: The checkpoint is torn or unreadable.
             PolicyError: It belongs to another model; nothing was changed.
         """
-        checkpoint = load_checkpoint(folder)
-        saved, own = checkpoint.counters.get("adapter"), self._adapter()
-        if saved != own:
-            raise PolicyError(
-                f"checkpoint {str(folder)!r} has {saved or 'no adapters'}, the learner {own or 'none'} "
-                "(learner.lora_rank, lora_alpha, lora_targets); they can't change in the middle of a run"
-            )
-        base = checkpoint.counters.get("adapter_base")
-        if base != self._adapter_base:
-            raise PolicyError(
-                f"checkpoint {str(folder)!r} has adapters to weights with hash {base!r}, those of "
-                f"{self.config.model_path!r} have {self._adapter_base!r}; go on from the folder that the run "
-                "started from, as it was then"
-            )
-        load_weights(self.model, checkpoint.tensors["weights"], where=f"checkpoint {str(folder)!r}")
-        load_optimizer(self._optimizer, self.model, checkpoint.tensors["optimizer"])
-        if self._critic is not None:
-            self._critic.restore(checkpoint.tensors, int(checkpoint.counters.get("critic_updates", 0)))
-        elif "critic" in checkpoint.tensors:
-            logger.warning(
-                "checkpoint %r has a critic that nothing asks any more: it is left out", str(folder)
-            )
-        torch.set_rng_state(checkpoint.tensors["rng"]["cpu"])
-        if self.device.type == "cuda" and "cuda" in checkpoint.tensors["rng"]:
-            torch.cuda.set_rng_state(checkpoint.tensors["rng"]["cuda"], self.device)
+        checkpoint = self._resumable.load(folder)
         self.updates = int(checkpoint.counters["updates"])
         self.optimizer_steps = int(checkpoint.counters["optimizer_steps"])
         return checkpoint.record
