@@ -52,7 +52,7 @@ reward = "agent.py:reward"
 [rollout]
 groups_per_update = 2
 group_size = 2
-max_staleness = 1
+max_staleness = 0
 [learner]
 threads = 1
 """
@@ -158,8 +158,8 @@ class Played:
     """Paths that were asked of each server."""
     keys: dict[str, set[str | None]] = field(default_factory=dict)
     """What each server was shown."""
-    workers: list[tuple[WorkerConfig, int]] = field(default_factory=list)
-    """What workers were started with, and how many."""
+    workers: list[int] = field(default_factory=list)
+    """How many were asked for."""
 
     def of_split(self, split: str) -> list[Rollout]:
         return [one for one in self.rollouts if (one.split or "").startswith(split)]
@@ -184,14 +184,33 @@ def write_run(folder: Path, url: str, tasks: Sequence[Mapping[str, Any]], more: 
 
 
 class Agents:
-    """Ends what is queued as the tasks say: `{"task_id", "rewards": of each member}`."""
+    """Takes the place of Ray's workers: ends at once what is queued, as the tasks say.
 
-    def __init__(self, played: Played, *, dull: int = 0) -> None:
-        """`dull`: so many rollouts get the same reward before the tasks' own count."""
+    A task is `{"task_id", "rewards": of each member}`.
+    """
+
+    def __init__(self, played: Played, *, dull: int = 0, is_late: bool = False) -> None:
+        """Of one run.
+
+        Args:
+            played: Is told what happens.
+            dull: So many rollouts get the same reward before the tasks' own count.
+            is_late: The last member of every group but the first never ends.
+        """
         self.played = played
         self.store: FileStore | None = None
         self._dull = dull
+        self._is_late = is_late
         self._ended = 0
+        self._reports: list[WorkerReport] = []
+
+    has_idle = True
+    is_working = False
+
+    def hired(self, count: int) -> "Agents":
+        """What a run or an evaluation asks for."""
+        self.played.workers.append(count)
+        return self
 
     def open(self, target: str, key: str | None = None) -> FileStore:
         """What the run opens is where the agents take from."""
@@ -200,9 +219,8 @@ class Agents:
         self.store = store
         return store
 
-    def work(self, worker: WorkerConfig, count: int) -> list[WorkerReport]:
-        """Take the place of Ray's workers."""
-        self.played.workers.append((worker, count))
+    def send(self, worker: WorkerConfig) -> None:
+        """End everything."""
         assert self.store is not None
         for rollout in self.store.claim(
             worker="played",
@@ -211,19 +229,44 @@ class Agents:
             split=worker.split,
             policy_version=worker.policy_version,
         ):
-            self._end(self.store, rollout, worker)
-        return [WorkerReport()]
+            self._end(self.store, rollout, worker.policy_version or 0)
+        self._reports.append(WorkerReport())
 
-    def _end(self, store: FileStore, rollout: Rollout, worker: WorkerConfig) -> None:
+    def returned(self, *, within_s: float = 0.0) -> list[WorkerReport]:
+        """One for every time that they were sent."""
+        told, self._reports = self._reports, []
+        return told
+
+    def stop(self) -> None:
+        """Nothing is left of them."""
+
+    def _end(self, store: FileStore, rollout: Rollout, version: int) -> None:
         self._ended += 1
+        rewards = (rollout.task or {})["rewards"]
         member = int(rollout.rollout_id[-2:]) if rollout.split == "train" else 0
-        # Sampled before the newest publish, from the second update on.
-        version = max(0, (worker.policy_version or 0) - 1)
+        if self._is_late and member == 2 and not str(rollout.group_id).endswith("g000"):
+            return
         store.put_otlp(encode_request(_spans(rollout.rollout_id, self._ended, member, version)))
-        reward = 0.5 if self._ended <= self._dull else (rollout.task or {})["rewards"][member]
+        reward = 0.5 if self._ended <= self._dull else rewards[member]
         given = [Reward(rollout.rollout_id, reward, attempt=rollout.attempt)]
         store.put_rewards(given, author=RewardAuthor.EVALUATOR)
         store.finish(rollout.rollout_id, rollout.attempt)
+
+
+class RealAgents(Agents):
+    """A real worker of this process, with the agent in a process of its own; no call is recorded."""
+
+    def open(self, target: str, key: str | None = None) -> Any:
+        """The hub that the worker asks, too."""
+        return open_store(target, key)
+
+    def send(self, worker: WorkerConfig) -> None:
+        """Work until nothing is left."""
+        real = RolloutWorker()
+        try:
+            self._reports.append(real.run(worker))
+        finally:
+            real.stop()
 
 
 def _spans(rollout_id: str, trace: int, member: int, version: int) -> list[Span]:
@@ -241,26 +284,26 @@ def _spans(rollout_id: str, trace: int, member: int, version: int) -> list[Span]
     return spans
 
 
-def work_for_real(worker: WorkerConfig, count: int) -> list[WorkerReport]:
-    """A real worker of this process, with the agent in a process of its own; no call is recorded."""
-    real = RolloutWorker()
-    try:
-        return [real.run(worker)]
-    finally:
-        real.stop()
-
-
-def play(config: TrainConfig, *, dull: int = 0, are_agents_real: bool = False) -> Played:
-    """`train` with the played parts; an error of ours is a part of what is left."""
-    played = Played(config)
-    agents = Agents(played, dull=dull)
+@contextmanager
+def played_by(agents: Agents) -> Iterator[None]:
+    """Agents and the learner are here, instead of in Ray's actors."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduling._POOL, "run", work_for_real if are_agents_real else agents.work)
-        if not are_agents_real:
-            patch.setattr(loop, "open_store", agents.open)
+        patch.setattr(loop, "Workers", agents.hired)
+        patch.setattr(scheduling, "Workers", agents.hired)
+        patch.setattr(loop, "open_store", agents.open)
         patch.setattr(loop, "start_ray", lambda: None)
         patch.setattr(loop, "start_learner", Learner)
         patch.setattr(loop, "call", lambda method, *given, **named: method(*given, **named))
+        yield
+
+
+def play(
+    config: TrainConfig, *, dull: int = 0, is_late: bool = False, are_agents_real: bool = False
+) -> Played:
+    """`train` with the played parts; an error of ours is a part of what is left."""
+    played = Played(config)
+    agents = RealAgents(played) if are_agents_real else Agents(played, dull=dull, is_late=is_late)
+    with played_by(agents):
         try:
             played.report = loop.train(config)
         except SpangradError as error:
@@ -276,6 +319,5 @@ def play(config: TrainConfig, *, dull: int = 0, are_agents_real: bool = False) -
 def play_evaluation(config: TrainConfig) -> Evaluation:
     """`evaluate` as a demo asks for it before and after, with the played agents."""
     agents = Agents(Played(config))
-    with pytest.MonkeyPatch.context() as patch, agents.open(config.hub.url) as store:
-        patch.setattr(scheduling._POOL, "run", agents.work)
+    with played_by(agents), agents.open(config.hub.url) as store:
         return evaluate(store, config, RunKeys(), label="before", policy_version=0)

@@ -1,10 +1,12 @@
 """Every setting of a run changes what it is for: each is changed alone, and what it is for is looked at.
 
-A setting that nobody walks fails `test_every_setting_is_walked`; give it an entry in `WALKS`. `[credit]` and
-`[learner]` have walks of their own: `tests/credit/test_assign.py`, `test_objectives.py` and what they name.
+A setting that nobody walks fails `test_every_setting_is_walked`; give it an entry in `WALKS`. Elsewhere
+are `[credit]` (`tests/credit/test_assign.py`), `[learner]` (`test_objectives.py` and what it names),
+`[monitor]` (`test_monitor_numbers.py`) and `[curriculum]` (`test_curriculum_in_a_run.py`).
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -27,8 +29,9 @@ from tests.trainer.small_policy import make_model, make_policy
 from spangrad.store.keys import Keys
 from spangrad.trainer.config import TrainConfig, load_config
 from spangrad.trainer.evaluation import Evaluation
+from spangrad.trainer.rollouts.feeder import STRAGGLER
 
-ELSEWHERE = {"credit", "learner"}
+ELSEWHERE = {"credit", "learner", "curriculum", "monitor"}
 AGENT = """
 import os, threading, time
 def run(task): return _seen(task, "run")
@@ -104,7 +107,7 @@ reward = "agent.py:reward"
 [rollout]
 groups_per_update = 2
 group_size = 2
-max_staleness = 1
+max_staleness = 0
 [learner]
 threads = 1
 """
@@ -138,9 +141,9 @@ def of_own_store(config: TrainConfig) -> TrainConfig:
     return replace(config, hub=replace(config.hub, url=str(Path(config.base_dir, config.hub.url))))
 
 
-def trained(ground: Ground, config: TrainConfig, *, dull: int = 0) -> Played:
+def trained(ground: Ground, config: TrainConfig, **how: Any) -> Played:
     """A whole run with played agents."""
-    return _played(ground, of_own_store(config), dull=dull)
+    return _played(ground, of_own_store(config), **how)
 
 
 def worked(ground: Ground, config: TrainConfig, *, is_down: bool = False) -> Played:
@@ -267,7 +270,7 @@ WALKS: dict[str, Walk] = {
         how=worked,
     ),
     "agent.concurrency": Walk("1", "2", output("most"), (1, 2), ONE_GROUP, worked),
-    "agent.workers": Walk("1", "2", lambda seen: seen.workers[0][1], (1, 2)),
+    "agent.workers": Walk("1", "2", lambda seen: seen.workers[0], (1, 2)),
     "agent.timeout_s": Walk(
         "60",
         "0.2",
@@ -288,7 +291,25 @@ WALKS: dict[str, Walk] = {
     "rollout.groups_per_update": Walk("2", "3", lambda seen: len(set(seen.tasks("train"))), (2, 3)),
     "rollout.group_size": Walk("2", "3", lambda seen: len(seen.tasks("train")), (2, 3), ONE_GROUP),
     "rollout.temperature": Walk("1.0", "0.5", output("temperature"), (1.0, 0.5), how=worked),
-    "rollout.max_staleness": Walk("0", "1", lambda seen: len(seen.updates), (1, 2), ("run.updates=2",)),
+    "rollout.max_staleness": Walk(
+        "0",
+        "1",
+        lambda seen: seen.updates[1].metrics["data/staleness_max"],
+        (0, 1),
+        ("run.updates=2",),
+    ),
+    "rollout.straggler_s": Walk(
+        "0.1",
+        "0.3",
+        lambda seen: [
+            re.findall(r"waited [0-9.]+ s", one.error)[0]
+            for one in seen.rollouts
+            if one.error_type == STRAGGLER
+        ],
+        (["waited 0.1 s"], ["waited 0.3 s"]),
+        THREE,
+        partial(trained, is_late=True),
+    ),
     "rollout.aggregation": Walk("token-mean", "rollout-token-mean", told("loss/total")),
     "rollout.aggregation_tokens": Walk(
         "100", "200", told("loss/total"), beside=("rollout.aggregation=constant",)
