@@ -127,7 +127,14 @@ class Run:
 
     def __enter__(self) -> "Run":
         """Start Ray, the learner and rollouts, and continue where the last process ended."""
-        self._lock = claim_folder(self.folder, self.config)
+        with ExitStack() as begun:
+            begun.callback(self.store.close)
+            self._begin(begun)
+            self._begun = begun.pop_all()
+        return self
+
+    def _begin(self, begun: ExitStack) -> None:
+        begun.enter_context(claim_folder(self.folder, self.config))
         if (line := continues(self.store, self.config, self.checkpoints)) is not None:
             self._on_note(line)
         start_ray()
@@ -136,15 +143,11 @@ class Run:
         repair(self.store, self.config, self.keys, self._reward)
         if self.gate is not None:
             self.gate.check()
-        self._feeding = ExitStack()
-        self._feeding.enter_context(self.feed(Workers(self.config.agent.workers)))
-        return self
+        begun.enter_context(self.feed(Workers(self.config.agent.workers)))
 
     def __exit__(self, *_: object) -> None:
         """End what feeds it, let go of the store and the folder; Ray ends with the process."""
-        self._feeding.close()
-        self.store.close()
-        self._lock.close()
+        self._begun.close()
 
     def _resume(self) -> None:
         """Load the newest checkpoint, commit what it recorded, publish what should be served."""
