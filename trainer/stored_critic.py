@@ -27,12 +27,8 @@ def stored_critic(config: TrainConfig, checkpoint: Path) -> Critic:
         raise ConfigError(
             f"checkpoint {str(checkpoint)!r} has no critic; a run has one if its credit needs values"
         )
-    learner = Learner(
-        replace(
-            config.learner,
-            model_path=str(resolve(config.learner.model_path or config.serving.model, config.base_dir)),
-            critic=config.learner.critic or CriticConfig(),
-        )
-    )
+    model = resolve(config.learner.model_path or config.serving.model, config.base_dir)
+    settings = config.learner_from(model)
+    learner = Learner(replace(settings, critic=settings.critic or CriticConfig()))
     learner.load(checkpoint)
     return learner.values

@@ -4,8 +4,10 @@ Played are vLLM (an HTTP server with its control routes, whose logprobs are the 
 (they take what is queued and end it) and Ray (the learner is here).
 """
 
+import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,17 +71,21 @@ class PlayedServer:
     keys: set[str | None] = field(default_factory=set)
     version: str = "none"
     weights: Path | None = None
+    slow_s: float = 0.0
+    """How long it takes to begin an update of weights."""
     is_down: bool = False
     """As a gateway: it takes no flush, and its engine does not answer."""
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        self.asked.append(path.partition("?")[0])
-        match self.asked[-1]:
+        self.asked.append(path)
+        match path.partition("?")[0]:
             case "/spangrad/flush":
                 assert not self.is_down
                 return {"instance": "one", "spans": {"dropped": 0}}
             case "/spangrad/health":
                 return {"engine": {"reachable": not self.is_down}}
+            case "/start_weight_update":
+                time.sleep(self.slow_s)
             case "/weight_info":
                 return {"weight_version": self.version}
             case "/v1/models":
@@ -124,10 +130,11 @@ def played_server() -> Iterator[PlayedServer]:
             except AssertionError:
                 self.close_connection = True
                 return
-            self.send_response(200)
-            self.send_header("content-length", str(len(said)))
-            self.end_headers()
-            self.wfile.write(said)
+            with contextlib.suppress(BrokenPipeError):  # who asked waited no longer
+                self.send_response(200)
+                self.send_header("content-length", str(len(said)))
+                self.end_headers()
+                self.wfile.write(said)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

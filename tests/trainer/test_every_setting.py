@@ -153,9 +153,12 @@ def worked(ground: Ground, config: TrainConfig, *, is_down: bool = False) -> Pla
     return _played(ground, config, are_agents_real=True, is_down=is_down)
 
 
-def _played(ground: Ground, config: TrainConfig, *, is_down: bool = False, **how: Any) -> Played:
+def _played(
+    ground: Ground, config: TrainConfig, *, is_down: bool = False, slow_s: float = 0.0, **how: Any
+) -> Played:
     for name, server in ground.servers.items():
-        server.asked, server.keys, server.is_down = [], set(), is_down and "gateway" in name
+        server.asked, server.keys, server.version = [], set(), "none"
+        server.is_down, server.slow_s = is_down and "gateway" in name, slow_s
     seen = play(config, **how)
     seen.asked = {name: server.asked for name, server in ground.servers.items()}
     seen.keys = {name: server.keys for name, server in ground.servers.items()}
@@ -184,7 +187,13 @@ class Walk:
 
 def error(seen: Played) -> str | None:
     """The words that matter of why the run ended early."""
-    known = ("serves other weights", "nothing to learn", "not answered for 0 s", "not answered for 1 s")
+    known = (
+        "serves other weights",
+        "got no answer",
+        "nothing to learn",
+        "not answered for 0 s",
+        "not answered for 1 s",
+    )
     return next((one for one in known if one in (seen.error or "")), seen.error)
 
 
@@ -245,8 +254,29 @@ WALKS: dict[str, Walk] = {
     "serving.engine_url": Walk(
         "{engine}", "{other_engine}", asked("/update_weights"), (["engine"], ["other_engine"])
     ),
+    "serving.engine_urls": Walk(
+        '["{engine}"]',
+        '["{engine}", "{other_engine}"]',
+        asked("/update_weights"),
+        (["engine"], ["engine", "other_engine"]),
+        ("serving.engine_url=http://127.0.0.1:8000",),
+    ),
+    "serving.transfer": Walk(
+        "file",
+        "lora",
+        asked("/v1/load_lora_adapter"),
+        ([], ["engine"]),
+        ("learner.lora_rank=4",),
+    ),
+    "serving.pause_mode": Walk("keep", "wait", asked("/pause?mode=wait"), ([], ["engine"])),
+    "serving.publish_timeout_s": Walk(
+        "60", "0.1", error, (None, "got no answer"), how=partial(trained, slow_s=0.5)
+    ),
     "serving.gateway_url": Walk(
-        "{gateway}", "{other_gateway}", asked("/spangrad/refresh"), (["gateway"], ["other_gateway"])
+        "{gateway}",
+        "{other_gateway}",
+        lambda seen: [name for name in seen.asked if "gateway" in name and seen.asked[name]],
+        (["gateway"], ["other_gateway"]),
     ),
     "serving.model": Walk(
         "{model}", "{other_model}", lambda seen: Path(seen.policies[0].path).name, ("one", "two")
