@@ -33,15 +33,21 @@ class Evaluation:
         return {"success": self.success, "ci": [self.low, self.high], "n": self.n}
 
 
-def check_only_between(config: EvalConfig) -> None:
+def check_only_between(config: EvalConfig, *, has_promotions: bool) -> None:
     """Refuse settings of a run that evaluates neither before nor after, if it does at all.
+
+    Args:
+        config: The section `[eval]`.
+        has_promotions: Whether candidates are judged, by the same seed and what counts as success.
 
     Raises:
         ConfigError: One was changed that has no effect there.
     """
     default = EvalConfig()
-    idle = ("tasks",) if config.every else tuple(field.name for field in fields(config))
-    for name in idle:
+    idle = {"tasks"} if config.every else {field.name for field in fields(config)}
+    if has_promotions:
+        idle -= {"seed", "success_at"}
+    for name in sorted(idle):
         if (value := getattr(config, name)) != getattr(default, name):
             because = "and not before and after" if config.every else "if eval.every says how often"
             raise ConfigError(

@@ -521,11 +521,12 @@ def test_the_only_rollout_of_an_update_is_never_late():
 
 
 def test_a_run_that_only_evaluates_in_between_refuses_what_that_needs_not():
-    check_only_between(EvalConfig())
-    check_only_between(EvalConfig(every=4, tasks_between=7, success_at=0.5, seed=1))
+    check_only_between(EvalConfig(), has_promotions=False)
+    check_only_between(EvalConfig(every=4, tasks_between=7, success_at=0.5, seed=1), has_promotions=False)
+    check_only_between(EvalConfig(success_at=0.5, seed=1), has_promotions=True)
     for changed in ({"tasks": 9, "every": 4}, {"tasks": 9}, {"success_at": 0.5}, {"seed": 1}):
         with pytest.raises(ConfigError, match=rf"eval\.{next(iter(changed))} = .* has no effect: a training"):
-            check_only_between(EvalConfig(**changed))
+            check_only_between(EvalConfig(**changed), has_promotions=False)
 
 
 def test_without_refills_no_number_of_informative_groups_has_an_effect():

@@ -31,7 +31,7 @@ from spangrad.trainer.config import TrainConfig, load_config
 from spangrad.trainer.evaluation import Evaluation
 from spangrad.trainer.rollouts.feeder import STRAGGLER
 
-ELSEWHERE = {"credit", "learner", "curriculum", "monitor"}
+ELSEWHERE = {"credit", "learner", "curriculum", "monitor", "promotion"}
 AGENT = """
 import os, threading, time
 def run(task): return _seen(task, "run")

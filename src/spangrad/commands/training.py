@@ -46,7 +46,7 @@ def train(
     settings = load_config(config, changes or [])
     from spangrad.trainer.evaluation import check_only_between
 
-    check_only_between(settings.eval)
+    check_only_between(settings.eval, has_promotions=bool(settings.promotion.every))
     from spangrad.trainer.loop import train as run_training
     from spangrad.trainer.reporting.report import LiveTable
 
