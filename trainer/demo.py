@@ -127,7 +127,7 @@ def run_demo(options: DemoOptions, *, console: Console | None = None) -> DemoRes
     with prepared.stack as stack:
         with clock("hub and Ray"):
             stack.start_hub()
-            start_ray()
+            start_ray(config.learner.workers)
         store = open_store(stack.hub_url, stack.keys.trainer)
         with clock("warm start: an imperfect expert is recorded and cloned") as progress:
             warm = warm_start(

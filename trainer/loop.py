@@ -137,7 +137,7 @@ class Run:
         begun.enter_context(claim_folder(self.folder, self.config))
         if (line := continues(self.store, self.config, self.checkpoints)) is not None:
             self._on_note(line)
-        start_ray()
+        start_ray(self.config.learner.workers)
         self.learner = start_learner(self.config.learner_from(self._model))
         self._resume()
         repair(self.store, self.config, self.keys, self._reward)

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from spangrad.trainer.learning.model import save_weights
+from spangrad.trainer.learning.model import save_weights, weight_tensors
 from spangrad.trainer.processes import free_port
 from spangrad.trainer.serving.checksums import check_weights
 from spangrad.trainer.serving.engine import Engine, EngineConfig
@@ -103,7 +103,7 @@ def _measured(url: str, model: PreTrainedModel, weights: Path, blocks: int) -> l
         thread.start()
         assert stream.is_begun.wait(120.0)
         began = time.perf_counter()
-        save_weights(model, weights, dtype=DTYPE)
+        save_weights(weight_tensors(model, dtype=DTYPE), weights)
         saved = time.perf_counter()
         Fleet([url]).publish(weights, block + 1)
         published = time.perf_counter()

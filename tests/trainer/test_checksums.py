@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tests.trainer.small_policy import make_policy
 
 from spangrad.errors import PolicyError
-from spangrad.trainer.learning.model import load_model, save_weights
+from spangrad.trainer.learning.model import load_model, save_weights, weight_tensors
 from spangrad.trainer.serving.checksums import check_weights, file_state, weights_digest, with_checksums
 
 TENSORS = {
@@ -101,7 +101,7 @@ def test_a_file_that_is_written_or_replaced_has_another_state(tmp_path: Path) ->
 def test_a_learners_weights_have_checksums(tmp_path: Path) -> None:
     model = load_model(str(make_policy(tmp_path / "policy")), device=torch.device("cpu"))
     path = tmp_path / "weights.safetensors"
-    save_weights(model, path, dtype=torch.bfloat16)
+    save_weights(weight_tensors(model, dtype=torch.bfloat16), path)
     digest = weights_digest(path)
     assert digest is not None
     check_weights(path, digest)

@@ -218,6 +218,7 @@ OUT_OF_RANGE = [
     (LearnerConfig, "minibatches_per_update", 0, "1 or more"),
     (LearnerConfig, "max_tokens_per_microbatch", 0, "1 or more"),
     (LearnerConfig, "kl_monitor_rows", -1, "0 or more"),
+    (LearnerConfig, "workers", 0, "1 or more"),
     (LearnerConfig, "seed", -1, "0 or more"),
     (LearnerConfig, "threads", -1, "0 or more"),
     (RolloutConfig, "reward_authors", (), "one or more"),

@@ -290,11 +290,11 @@ ELSEWHERE = {
     "model_path", "dtype", "device", "lr", "betas", "weight_decay", "max_grad_norm", "warmup_updates",
     "decay_updates", "objective", "epochs_per_update", "minibatches_per_update",
     "max_tokens_per_microbatch", "gradient_checkpointing", "lora_rank", "lora_alpha", "lora_targets",
-    "packing", "kl_monitor_rows", "seed", "threads", "correction",
+    "packing", "kl_monitor_rows", "seed", "threads", "correction", "workers", "sharding",
     "critic",
 }  # fmt: skip
 """Settings that are not of the loss: `test_learner.py`, `test_lora.py`, `test_corrections.py`,
-`test_critic.py` walk them."""
+`test_critic.py`, `test_ranks.py` walk them."""
 
 
 def two_calls(seed: int) -> Transition:

@@ -31,6 +31,7 @@ from spangrad.trainer.learning.losses import value_loss
 from spangrad.trainer.learning.monitors import Totals
 from spangrad.trainer.learning.optimizer import load_optimizer, optimizer_tensors
 from spangrad.trainer.learning.packing import Batch
+from spangrad.trainer.learning.ranks import Ranks
 from spangrad.trainer.learning.selection import row_name
 
 logger = logging.getLogger(__name__)
@@ -72,16 +73,20 @@ class Critic(torch.nn.Module):
         """Drop what an update that failed has seen."""
         self._seen.clear()
 
-    def fit(self, totals: Totals) -> None:
-        """Learn from all states seen since the last time: `config.steps` steps on all of them at once.
+    def fit(self, totals: Totals, ranks: Ranks) -> None:
+        """Learn from all states that any rank saw since the last time: `config.steps` steps on all at once.
 
         Raises:
             PolicyError: The loss is not finite; the critic is as it was before that step.
         """
-        if not self._seen:
+        device = self.bias.device
+        seen = [states for of_rank in ranks.gather(self._seen) for states in of_rank]
+        self._seen = []
+        if not seen:
             return
-        hidden_SH, targets_S, old_S = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
-        self._seen.clear()
+        hidden_SH, targets_S, old_S = (
+            torch.cat([part.to(device) for part in parts]) for parts in zip(*seen, strict=True)
+        )
         if not len(targets_S):  # a correction left the first token of every call out
             return
         for _ in range(self.config.steps):

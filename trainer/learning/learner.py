@@ -1,7 +1,7 @@
 """The learner: rows with advantages in, a changed policy and its numbers out.
 
-Knows: one model, one optimizer, a critic where there is one, losses, checkpoints. Does not know: Ray,
-engines, stores, rewards, or how advantages were made.
+Knows: one model, one optimizer, a critic where there is one, losses, checkpoints, and its part among ranks.
+Does not know: Ray, engines, stores, rewards, or how advantages were made.
 
 Shape letters: B rows, T positions, M trained tokens of a batch.
 
@@ -9,7 +9,9 @@ Invariants:
 * one `update` is `epochs_per_update * minibatches_per_update` optimizer steps; the gradient
   of a step does not depend on how its rows are cut into microbatches;
 * a saved and loaded learner continues bit for bit (same device, same thread count);
-* a step with a gradient that is not finite is not taken.
+* a step with a gradient that is not finite is not taken;
+* ranks that train one policy get the same rows and calls, make the same steps and return the same; the first
+  one alone writes files.
 """
 
 import copy
@@ -45,6 +47,7 @@ from spangrad.trainer.learning.model import (
     save_weights,
     usable_device,
     vocabulary_size,
+    weight_tensors,
 )
 from spangrad.trainer.learning.monitors import Totals
 from spangrad.trainer.learning.objective import batch_loss, measure_gap, monitor
@@ -52,9 +55,10 @@ from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.learning.optimizer import make_optimizer
 from spangrad.trainer.learning.output_head import Entropy, output_layer
 from spangrad.trainer.learning.packer import Packer, count_batch, told
-from spangrad.trainer.learning.packing import bucketed_batches, trimmed_length, whole_groups
+from spangrad.trainer.learning.packing import Batch, bucketed_batches, trimmed_length, whole_groups
 from spangrad.trainer.learning.passes import Passes
 from spangrad.trainer.learning.preference import Comparison
+from spangrad.trainer.learning.ranks import Ranks
 from spangrad.trainer.learning.resumable import Resumable
 from spangrad.trainer.learning.selection import (
     CallKey,
@@ -66,6 +70,7 @@ from spangrad.trainer.learning.selection import (
     select_rows,
     trained_calls,
 )
+from spangrad.trainer.learning.sharding import shard, whole
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +80,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Learner:
     """Trains one policy. Not thread-safe; meant to be the only one in its process."""
 
-    def __init__(self, config: LearnerConfig) -> None:
+    def __init__(self, config: LearnerConfig, ranks: Ranks | None = None) -> None:
         """Load the policy.
+
+        Args:
+            config: Settings; how many `workers` there are is for who starts them.
+            ranks: Which part of the work is this learner's; None: all of it.
 
         Raises:
             PolicyError: The model folder can't be loaded.
@@ -86,6 +95,7 @@ class Learner:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.config = config
+        self._ranks = ranks or Ranks()
         self.device = usable_device(config.device)
         self._seed = config.seed or 0
         torch.manual_seed(self._seed)
@@ -93,6 +103,7 @@ class Learner:
         self._passes = Passes(
             self.model,
             Packer(config, self.model),
+            self._ranks,
             device=self.device,
             compute_dtype=_DTYPES[config.dtype],
         )
@@ -110,12 +121,18 @@ class Learner:
         self._passes.reference = self._reference
         if config.gradient_checkpointing:
             checkpoint_layers(self.model)
+        if self._ranks.is_sharded:
+            for model in (self.model, self._reference):
+                if model is not None:
+                    shard(model)
         self._optimizer = make_optimizer(self.model, config)
         self._critic: Critic | None = None
         if config.critic is not None:
             hidden_size = output_layer(self.model).weight.shape[-1]
             self._critic = Critic(config.critic, hidden_size, betas=config.betas, device=self.device)
-        self._resumable = Resumable(config, self.model, self._optimizer, self._critic, device=self.device)
+        self._resumable = Resumable(
+            config, self.model, self._optimizer, self._critic, self._ranks, device=self.device
+        )
         self._vocabulary = vocabulary_size(self.model)
         self.updates = 0
         """Calls of `update` so far, over all resumes."""
@@ -156,6 +173,7 @@ class Learner:
         groups = whole_groups(selection.rows)
         parts = min(config.minibatches_per_update, len(groups))
         comparison = self._comparison(selection.rows, seconds)
+        own = Totals()  # of the rows that are this rank's
         is_first = True
         for epoch in range(config.epochs_per_update):
             rng = np.random.default_rng((self._seed, self.updates, epoch))
@@ -163,14 +181,16 @@ class Learner:
                 step_rows = [row for i in indices for row in groups[i]]
                 if comparison is not None:
                     step_rows = comparison.weighed(step_rows, totals, seconds)
-                self._accumulate(step_rows, parts, policy_version, is_first, is_frozen, totals, seconds)
+                self._accumulate(step_rows, parts, policy_version, is_first, is_frozen, own, seconds)
                 began = time.perf_counter()
                 if not is_frozen:
                     totals.add_mean("grad/norm", self._step(lr, step_rows), 1)
                 if self._critic is not None:
-                    self._critic.fit(totals)
+                    self._critic.fit(totals, self._ranks)
                 seconds["optimizer"] += time.perf_counter() - began
                 is_first = False
+        for of_rank in self._ranks.gather(own):
+            totals.add(of_rank)
         self.updates += 1
         logger.info("update %d: %d rows, %s", self.updates, len(selection.rows), told(totals.metrics()))
         metrics = totals.metrics() | data_metrics(selection, policy_version=policy_version)
@@ -243,6 +263,9 @@ class Learner:
         )
         use_temperature = config.uses_ratio
         for batch, is_compared in batches:
+            if batch.is_idle:
+                self._keep_step(batch, is_compared, is_frozen)
+                continue
             count_batch(batch, totals, passes=config.epochs_per_update)
             reference_M = None
             if is_compared:
@@ -267,6 +290,18 @@ class Learner:
                 monitor(config, batch, stats, reference_M, policy_version, totals)
             seconds["forward_backward"] += time.perf_counter() - began
 
+    def _keep_step(self, batch: Batch, is_compared: bool, is_frozen: bool) -> None:
+        """The passes of a microbatch without rows: other ranks wait for this one's weights and gradient."""
+        if is_compared:
+            with torch.no_grad():
+                self._passes.stats(batch, of_reference=True, use_temperature=False)
+        with torch.set_grad_enabled(not is_frozen):
+            stats = self._passes.stats(batch, use_temperature=False)
+        if not is_frozen:
+            torch.autograd.backward(stats.logprobs_M.sum())
+        if self._critic is not None and stats.hidden_MH is None:
+            self._passes.hidden(batch)
+
     def _comparison(self, rows: Sequence[Transition], seconds: dict[str, float]) -> Comparison | None:
         if not OBJECTIVES[self.config.objective].compares_sequences:
             return None
@@ -275,7 +310,9 @@ class Learner:
 
     def _step(self, lr: float, rows: Sequence[Transition]) -> float:
         """Clip, check and take one optimizer step; returns the gradient norm before the clip."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
+        self._ranks.sum_gradients(self.model.parameters())
+        clipped = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        norm = float(whole(clipped))
         if not math.isfinite(norm):
             self._optimizer.zero_grad(set_to_none=True)
             raise PolicyError(
@@ -323,7 +360,7 @@ class Learner:
         start = time.perf_counter()
         kept = self._select(rows, objective="bc").rows
         lengths = np.array([trimmed_length(row) for row in kept])
-        totals, tail = Totals(), Totals()
+        totals, tail, own = Totals(), Totals(), Totals()
         chosen = bucketed_batches(lengths, batch_rows=batch_rows, steps=steps, seed=self._seed)
         for step, indices in enumerate(chosen):
             lr = scheduled_lr(self.config.lr, step, steps, schedule=schedule, warmup_steps=warmup_steps)
@@ -331,19 +368,25 @@ class Learner:
             total_weight = sum(row.loss_weight * int(row.action_mask.sum()) for row in step_rows)
             step_loss = 0.0
             for batch in self._passes.batches(step_rows):
-                count_batch(batch, totals)
+                if batch.is_idle:
+                    self._keep_step(batch, is_compared=False, is_frozen=False)
+                    continue
+                count_batch(batch, own)
                 mask_BT = batch.target_mask_BT
                 stats = self._passes.stats(batch, use_temperature=False)
                 weights_M = batch.weights_BT[mask_BT] / total_weight
                 loss = losses.bc_loss(stats.logprobs_M, mask_BT[mask_BT], weights_M)
                 torch.autograd.backward(loss)
                 step_loss += float(loss.detach())
+            step_loss = sum(self._ranks.gather(step_loss))
             metrics = {"loss/bc": step_loss, "grad/norm": self._step(lr, step_rows), "optimizer/lr": lr}
             totals.add_sum("data/trained_tokens", sum(int(row.action_mask.sum()) for row in step_rows))
             if step >= steps - max(1, steps // 10):
                 tail.add_mean("loss/bc", step_loss, 1)
             if progress is not None:
                 progress(step + 1, metrics)
+        for of_rank in self._ranks.gather(own):
+            totals.add(of_rank)
         return totals.metrics() | tail.metrics() | {"time/update_s": time.perf_counter() - start}
 
     @running_out_told()
@@ -375,7 +418,9 @@ class Learner:
 
     def export_weights(self, path: str | Path) -> None:
         """Write the weights in `config.dtype` as one safetensors file, complete or absent."""
-        save_weights(self.model, Path(path), dtype=_DTYPES[self.config.dtype])
+        tensors = weight_tensors(self.model, dtype=_DTYPES[self.config.dtype])
+        if self._ranks.is_first:
+            save_weights(tensors, Path(path))
 
     def export_adapter(self, root: str | Path, *, model: str, version: int) -> str:
         """Write the adapter as a folder below `root`, complete or absent, and return its path.
@@ -391,6 +436,8 @@ class Learner:
         config = self.config
         if not config.lora_rank:
             raise ConfigError("learner.lora_rank is 0; there is no adapter to export")
+        if not self._ranks.is_first:
+            return str(root)
         folder = save_adapter(
             self.model,
             Path(root),
@@ -404,15 +451,17 @@ class Learner:
 
     def export_model(self, folder: str | Path) -> None:
         """Write a Hugging Face folder with the starting folder's tokenizer and chat template."""
-        save_model_folder(
-            self.model,
-            Path(folder),
-            source_folder=Path(self.config.model_path),
-            dtype=_DTYPES[self.config.dtype],
-        )
+        dtype = _DTYPES[self.config.dtype]
+        tensors = weight_tensors(self.model, dtype=dtype)
+        if self._ranks.is_first:
+            source = Path(self.config.model_path)
+            save_model_folder(tensors, Path(folder), source_folder=source, dtype=dtype)
 
     def save(self, root: str | Path, *, record: Any, keep: int = 3) -> Path:
         """Write a checkpoint under `root`, keep the newest `keep`, and return its folder.
+
+        It holds whole weights: any number of ranks can go on from it, sharded or not. Ranks but the first
+        write nothing and return `root`.
 
         Args:
             root: Folder of checkpoints.

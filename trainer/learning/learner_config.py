@@ -15,6 +15,7 @@ from spangrad.trainer.learning.objectives import OBJECTIVES, KlEstimator, Sequen
 
 DTYPES = ("float32", "bfloat16")
 PACKINGS = ("auto", "tree", "varlen", "padded")
+SHARDINGS = ("ddp", "fsdp2")
 SCHEDULES = ("cosine", "linear", "constant")
 
 
@@ -54,7 +55,13 @@ class LearnerConfig:
     dtype: str = "float32"
     """`float32`, or `bfloat16`: compute in bfloat16 over float32 weights and export bfloat16."""
     device: str = "cpu"
-    """`cpu`, `cuda` or `cuda:N`."""
+    """`cpu`, `cuda` or `cuda:N`; with `workers` above 1 `cuda` is a GPU for each."""
+    workers: int = 1
+    """Processes that train the policy together, under Ray Train; 1 or more. The rows of each optimizer step
+    are divided over them. Changes no number but rounding: a run may go on with another number."""
+    sharding: str = "ddp"
+    """What each worker holds: `ddp` (all weights; gradients are summed once a step) or `fsdp2` (its part of
+    weights, gradients and optimizer state; layers are gathered while they compute). Not with adapters."""
     lr: float = 1e-4
     """Peak learning rate of AdamW; above 0."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -173,6 +180,8 @@ class LearnerConfig:
         for name, holds, expected in (
             ("dtype", self.dtype in DTYPES, one_of(self.dtype, DTYPES)),
             ("device", re.fullmatch(r"cpu|cuda(:\d+)?", self.device), "cpu, cuda or cuda:N"),
+            ("workers", self.workers >= 1, "1 or more"),
+            ("sharding", self.sharding in SHARDINGS, one_of(self.sharding, SHARDINGS)),
             ("lr", self.lr > 0, "more than 0"),
             ("betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two of 0 to below 1"),
             ("weight_decay", self.weight_decay >= 0, "0 or more"),
@@ -255,6 +264,8 @@ class LearnerConfig:
             because |= dict.fromkeys(
                 ("lora_alpha", "lora_targets"), "with lora_rank 0, which has no adapters"
             )
+        if self.workers == 1:
+            because["sharding"] = "with workers 1, which holds everything"
         return because
 
     def _check_effects(self) -> None:
@@ -266,6 +277,17 @@ class LearnerConfig:
             raise ConfigError(
                 "learner.correction.token_tis gives the tokens of a sequence different weights, and gspo has "
                 "one ratio for all of them; choose sequence_tis, or objective 'gspo_token'"
+            )
+        if self.workers > 1 and self.device.startswith("cuda:"):
+            raise ConfigError(
+                f"learner.device is {self.device!r}, one GPU, and learner.workers {self.workers}; choose "
+                "'cuda': each worker gets a GPU of its own"
+            )
+        if self.sharding == "fsdp2" and self.lora_rank:
+            raise ConfigError(
+                "learner.sharding = 'fsdp2' divides weights, gradients and optimizer state, and lora_rank "
+                f"{self.lora_rank} trains adapters beside frozen weights, which are merged whole; choose "
+                "'ddp'"
             )
         steps = self.epochs_per_update * self.minibatches_per_update
         if self.critic is not None and self.critic.clip is not None and self.critic.steps * steps == 1:

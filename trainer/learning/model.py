@@ -41,6 +41,7 @@ from spangrad.trainer.learning.output_head import (
     stats_of_targets,
 )
 from spangrad.trainer.learning.packing import Batch
+from spangrad.trainer.learning.sharding import divided_as, in_pass, storage_place, whole
 from spangrad.trainer.serving.checksums import with_checksums
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -164,21 +165,29 @@ def target_stats(
         with torch.autocast(device_type, dtype=torch.bfloat16, enabled=compute_dtype == torch.bfloat16):
             logits_MV = batch.at_targets(model(**batch.model_inputs(), use_cache=False).logits)
         return TargetStats(*stats_of_logits(logits_MV, targets_M, temperatures_M, entropy=entropy))
-    hidden_MH = target_hidden(model, batch, compute_dtype=compute_dtype)
-    stats = stats_of_targets(
-        hidden_MH,
-        output_layer(model),
-        targets_M,
-        temperatures_M,
-        form=head,
-        compute_dtype=compute_dtype,
-        entropy=entropy,
-    )
-    return TargetStats(*stats, hidden_MH)
+
+    def of_targets() -> tuple[Tensor, Tensor | None, Tensor]:
+        hidden_MH = _target_hidden(model, batch, compute_dtype)
+        stats = stats_of_targets(
+            hidden_MH,
+            output_layer(model),
+            targets_M,
+            temperatures_M,
+            form=head,
+            compute_dtype=compute_dtype,
+            entropy=entropy,
+        )
+        return *stats, hidden_MH
+
+    return TargetStats(*in_pass(model, of_targets))
 
 
 def target_hidden(model: PreTrainedModel, batch: Batch, *, compute_dtype: torch.dtype) -> Tensor:
     """The last hidden states that predict the targets of a batch, (M, H) in mask order."""
+    return in_pass(model, lambda: _target_hidden(model, batch, compute_dtype))
+
+
+def _target_hidden(model: PreTrainedModel, batch: Batch, compute_dtype: torch.dtype) -> Tensor:
     device_type = batch.target_mask_BT.device.type
     with torch.autocast(device_type, dtype=torch.bfloat16, enabled=compute_dtype == torch.bfloat16):
         hidden_BTH = model.base_model(**batch.model_inputs(), use_cache=False).last_hidden_state
@@ -212,11 +221,11 @@ def weight_tensors(model: PreTrainedModel, *, dtype: torch.dtype | None = None) 
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}
     for name, stored, value in merged_state(model):
-        if stored.data_ptr() in seen:
+        if (place := storage_place(stored)) in seen:
             continue
-        seen.add(stored.data_ptr())
+        seen.add(place)
         is_cast = dtype is not None and value.is_floating_point()
-        tensors[name] = value.detach().to("cpu", dtype=dtype if is_cast else None).contiguous()
+        tensors[name] = whole(value.detach()).to("cpu", dtype=dtype if is_cast else None).contiguous()
     return tensors
 
 
@@ -243,11 +252,11 @@ def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor], *, where
     state = model.state_dict()
     with torch.no_grad():
         for name, value in tensors.items():
-            state[name].copy_(value)
+            state[name].copy_(divided_as(value, state[name]))
 
 
-def save_weights(model: PreTrainedModel, path: Path, *, dtype: torch.dtype) -> None:
-    """Write the weights as one safetensors file with checksums; a process that dies leaves all of it or none.
+def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write `weight_tensors` as one safetensors file with checksums; a process that dies leaves all or none.
 
     It is not forced to disk, which takes longer than all else of a publish: if the machine dies the file may
     be damaged, which its checksums tell.
@@ -260,17 +269,16 @@ def save_weights(model: PreTrainedModel, path: Path, *, dtype: torch.dtype) -> N
     with writing("the weights", path, "what was there is untouched"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            tensors = weight_tensors(model, dtype=dtype)
-            save_file(tensors, temporary, metadata=with_checksums(tensors))
+            save_file(dict(tensors), temporary, metadata=with_checksums(tensors))
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
 
 
 def save_model_folder(
-    model: PreTrainedModel, folder: Path, *, source_folder: Path, dtype: torch.dtype
+    tensors: Mapping[str, Tensor], folder: Path, *, source_folder: Path, dtype: torch.dtype
 ) -> None:
-    """Write a Hugging Face folder: config, weights, and the source folder's tokenizer files byte for byte.
+    """Write a Hugging Face folder: config, `weight_tensors`, the source's tokenizer files byte for byte.
 
     An existing `folder` is replaced; a reader sees the old one, none for an instant, or the new one.
 
@@ -279,10 +287,12 @@ def save_model_folder(
         StoreError: It can't be written for another reason.
     """
     with writing("the model", folder, "what was there is untouched"):
-        _write_folder(model, folder, source_folder, dtype)
+        _write_folder(tensors, folder, source_folder, dtype)
 
 
-def _write_folder(model: PreTrainedModel, folder: Path, source_folder: Path, dtype: torch.dtype) -> None:
+def _write_folder(
+    tensors: Mapping[str, Tensor], folder: Path, source_folder: Path, dtype: torch.dtype
+) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".tmp-{os.getpid()}-{folder.name}")
     replaced = folder.with_name(f".old-{os.getpid()}-{folder.name}")
@@ -297,9 +307,7 @@ def _write_folder(model: PreTrainedModel, folder: Path, source_folder: Path, dty
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
         (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        save_file(
-            weight_tensors(model, dtype=dtype), temporary / "model.safetensors", metadata={"format": "pt"}
-        )
+        save_file(dict(tensors), temporary / "model.safetensors", metadata={"format": "pt"})
         for path in temporary.iterdir():
             fsync_path(path)
         fsync_path(temporary)

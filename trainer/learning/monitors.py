@@ -74,6 +74,19 @@ class Totals:
             items + len(weights),
         )
 
+    def add(self, other: "Totals") -> None:
+        """Fold in what another one collected."""
+        for name, value in other._sums.items():
+            self.add_sum(name, value)
+        for name, (total, items) in other._weighted.items():
+            own_total, own_items = self._weighted.get(name, (0.0, 0.0))
+            self._weighted[name] = (own_total + total, own_items + items)
+        for name, (total, squares, count) in other._sampled.items():
+            own_total, own_squares, own_count = self._sampled.get(name, (0.0, 0.0, 0))
+            self._sampled[name] = (own_total + total, own_squares + squares, own_count + count)
+        for name, value in other._maxima.items():
+            self.maximum(name, value)
+
     def metrics(self) -> dict[str, float]:
         """All sums, means over at least one item, maxima, and shares of effective samples."""
         means = {name: total / items for name, (total, items) in self._weighted.items() if items}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spangrad.trainer.learning.learner_config import LearnerConfig
+from spangrad.trainer.learning.sharding import divided_as, whole
 
 
 def make_optimizer(model: torch.nn.Module, config: LearnerConfig) -> torch.optim.AdamW:
@@ -26,7 +27,7 @@ def make_optimizer(model: torch.nn.Module, config: LearnerConfig) -> torch.optim
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Tensor]:
     """State of every parameter as `<parameter name>.<state name>`, on the CPU."""
     return {
-        f"{name}.{key}": value.detach().cpu().contiguous()
+        f"{name}.{key}": whole(value.detach()).cpu().contiguous()
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
@@ -41,4 +42,7 @@ def load_optimizer(
     for full_name, value in tensors.items():
         name, _, key = full_name.rpartition(".")
         parameter = parameters[name]
-        optimizer.state[parameter][key] = value.to(parameter.device)
+        is_of_each_weight = value.shape == parameter.shape
+        optimizer.state[parameter][key] = (
+            divided_as(value, parameter) if is_of_each_weight else value.to(parameter.device)
+        )

@@ -17,7 +17,7 @@ from spangrad.trainer.learning.layouts import lay_out
 from spangrad.trainer.learning.learner_config import PACKINGS, LearnerConfig
 from spangrad.trainer.learning.monitors import Totals
 from spangrad.trainer.learning.packable import packable
-from spangrad.trainer.learning.packing import Batch, trimmed_length
+from spangrad.trainer.learning.packing import Batch, idle_batch, trimmed_length
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,10 @@ class Packer:
             pad_token_id=self._pad_token_id,
             masking=None if can is None else can.masking,
         )
+
+    def idle_batch(self, rows: Sequence[Transition]) -> Batch:
+        """A pass that trains nothing; see `packing.idle_batch`."""
+        return idle_batch(rows, pad_token_id=self._pad_token_id)
 
     def _refuse(self, reason: str) -> None:
         if self._config.packing != "auto":

@@ -77,6 +77,11 @@ class Batch:
         return values_BTX.flatten(0, 1)[self.pack.sources_M]
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it has no rows: a pass that keeps this rank in step with others."""
+        return not self.row_indices
+
+    @property
     def layout(self) -> str:
         """How the rows are laid out: `padded`, `varlen` or `tree`."""
         return "padded" if self.pack is None else self.pack.layout
@@ -219,6 +224,13 @@ def pack(rows: Sequence[Transition], *, max_tokens_per_batch: int, pad_token_id:
         batches.append(_batch(rows, order[start : start + count], lengths, pad_token_id))
         start += count
     return batches
+
+
+def idle_batch(rows: Sequence[Transition], *, pad_token_id: int) -> Batch:
+    """A short pass that trains nothing: for a rank that has no rows left while others have."""
+    shortest = min(filter(trimmed_length, rows), key=trimmed_length)
+    (batch,) = pack([shortest], max_tokens_per_batch=1, pad_token_id=pad_token_id)
+    return replace(batch, row_indices=(), target_mask_BT=torch.zeros_like(batch.target_mask_BT))
 
 
 def bucketed_batches(

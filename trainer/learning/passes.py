@@ -8,6 +8,7 @@ Shape letters: B rows, T positions, M trained tokens of a batch, H hidden.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -22,13 +23,20 @@ from spangrad.trainer.learning.model import TargetStats, target_hidden, target_s
 from spangrad.trainer.learning.output_head import Entropy, head_form
 from spangrad.trainer.learning.packer import Packer
 from spangrad.trainer.learning.packing import Batch
+from spangrad.trainer.learning.ranks import Ranks
 
 
 class Passes:
     """Forward passes of one learner."""
 
     def __init__(
-        self, model: PreTrainedModel, packer: Packer, *, device: torch.device, compute_dtype: torch.dtype
+        self,
+        model: PreTrainedModel,
+        packer: Packer,
+        ranks: Ranks,
+        *,
+        device: torch.device,
+        compute_dtype: torch.dtype,
     ) -> None:
         """Of a policy without a reference, until `reference` is set."""
         self.reference: PreTrainedModel | None = None
@@ -36,13 +44,19 @@ class Passes:
         self.head = head_form(model)
         self._model = model
         self._packer = packer
+        self._ranks = ranks
         self._device = device
         self._compute_dtype = compute_dtype
 
     def batches(self, rows: Sequence[Transition]) -> Iterator[Batch]:
-        """The rows laid out, on the device."""
-        for batch in self._packer.batches(rows):
-            yield batch.to(self._device)
+        """This rank's rows laid out, on the device; where ranks compute in step, as many as any other has."""
+        mine = self._ranks.share(rows)
+        batches = self._packer.batches([rows[place] for place in mine])
+        idle_passes = self._ranks.idle_passes(len(batches))  # asks the others, before any pass
+        for batch in batches:
+            yield replace(batch, row_indices=tuple(mine[i] for i in batch.row_indices)).to(self._device)
+        for _ in range(idle_passes):
+            yield self._packer.idle_batch(rows).to(self._device)
 
     def stats(
         self,
@@ -86,11 +100,14 @@ class Passes:
         self, rows: Sequence[Transition], of_batch: Callable[[Batch], Tensor]
     ) -> list[NDArray[np.float32]]:
         """A number for every action token of every row; no gradient."""
-        found: list[NDArray[np.float32]] = [np.zeros(0, dtype=np.float32) for _ in rows]
+        own: dict[int, NDArray[np.float32]] = {}
         with torch.no_grad():
             for batch in self.batches(rows):
+                numbers = of_batch(batch).cpu().numpy()
+                if batch.is_idle:
+                    continue
                 counts = batch.target_mask_BT.sum(dim=1).cpu().numpy()
-                pieces = np.split(of_batch(batch).cpu().numpy(), np.cumsum(counts)[:-1])
-                for index, piece in zip(batch.row_indices, pieces, strict=True):
-                    found[index] = piece
-        return found
+                pieces = np.split(numbers, np.cumsum(counts)[:-1])
+                own |= dict(zip(batch.row_indices, pieces, strict=True))
+        found = {place: piece for of_rank in self._ranks.gather(own) for place, piece in of_rank.items()}
+        return [found.get(place, np.zeros(0, dtype=np.float32)) for place in range(len(rows))]

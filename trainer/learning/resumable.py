@@ -22,6 +22,7 @@ from spangrad.trainer.learning.learner_config import LearnerConfig
 from spangrad.trainer.learning.lora import base_digest
 from spangrad.trainer.learning.model import load_weights, resumable_tensors
 from spangrad.trainer.learning.optimizer import load_optimizer, optimizer_tensors
+from spangrad.trainer.learning.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Resumable:
         model: PreTrainedModel,
         optimizer: torch.optim.Optimizer,
         critic: Critic | None,
+        ranks: Ranks,
         *,
         device: torch.device,
     ) -> None:
@@ -43,6 +45,7 @@ class Resumable:
         self._model = model
         self._optimizer = optimizer
         self._critic = critic
+        self._ranks = ranks
         self._device = device
 
     def save(self, root: str | Path, counters: Mapping[str, int], *, record: Any, keep: int) -> Path:
@@ -59,6 +62,8 @@ class Resumable:
         if self._critic is not None:
             tensors |= self._critic.tensors()
             told["critic_updates"] = self._critic.updates
+        if not self._ranks.is_first:
+            return Path(root)
         return save_checkpoint(root, Checkpoint(tensors, told, record), keep=keep)
 
     def load(self, folder: str | Path) -> Checkpoint:

@@ -261,7 +261,7 @@ def cloning_config(train: TrainConfig, config: WarmStartConfig, start: Path, *, 
     Without adapters: random weights have nothing that they could adapt.
     """
     plain = LearnerConfig(objective="bc")
-    unused = {*plain.settings_unused(), "entropy_coef", "kl_coef", "echo_coef", "lora_rank"}
+    unused = {*plain.settings_unused(), "entropy_coef", "kl_coef", "echo_coef", "lora_rank"} - {"sharding"}
     kept = {f.name: getattr(train.learner, f.name) for f in fields(plain) if f.name not in unused}
     own = {
         "model_path": str(start),
