@@ -12,6 +12,8 @@
     [eval]     held-out evaluation
     [promotion]  which versions are promoted (spangrad.trainer.promotion.rule.PromotionConfig)
     [monitor]  what pauses a run, or warns (spangrad.trainer.monitoring.monitor_config.MonitorConfig)
+    [production]  trains on sessions of live agents (spangrad.trainer.production.production_config);
+               then [agent] is left out
 
 An unknown section or key is an error that names the nearest known one. Paths are relative to
 the folder of the TOML file. `--set learner.lr=1e-4` overrides one value, `--set credit={}` gives a section
@@ -36,6 +38,7 @@ from spangrad.trainer.curriculum.curriculum_config import CurriculumConfig
 from spangrad.trainer.learning.learner_config import CriticConfig, LearnerConfig, require
 from spangrad.trainer.monitoring.monitor_config import MonitorConfig, check_monitors
 from spangrad.trainer.preference_config import PreferenceConfig, check_effects
+from spangrad.trainer.production.production_config import USED_OF_ROLLOUT, ProductionConfig, check_beside
 from spangrad.trainer.promotion.rule import PromotionConfig
 from spangrad.trainer.serving.serving_config import ServingConfig
 
@@ -80,15 +83,18 @@ class HubConfig:
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """The agent, its tasks and its reward. `path/to/file.py:name` or `package.module:name`."""
+    """The agent, its tasks and its reward. `path/to/file.py:name` or `package.module:name`.
 
-    function: str
+    The three are needed unless a run trains on live sessions (`[production]`).
+    """
+
+    function: str = ""
     """Called as `function(task: dict)`; sync or async; returns something JSON can hold.
     `task["temperature"]` is the sampling temperature that the run asks for."""
-    tasks: str
+    tasks: str = ""
     """A JSONL file (one task a line, with `task_id`, optionally `split`), or a function
     `tasks(split, n, seed)` that gives a list of tasks."""
-    reward: str
+    reward: str = ""
     """Called as `reward(task: dict, output) -> float | dict[str, float] | None` after the rollout ended,
     outside the agent's process. `credit.reward_weights` says which names of a dict count; a number is called
     `reward`."""
@@ -216,7 +222,7 @@ class TrainConfig:
     """Everything that `spangrad train` needs."""
 
     run: RunConfig
-    agent: AgentConfig
+    agent: AgentConfig = field(default_factory=AgentConfig)
     hub: HubConfig = field(default_factory=HubConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -227,6 +233,8 @@ class TrainConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     promotion: PromotionConfig = field(default_factory=PromotionConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    production: ProductionConfig | None = None
+    """How a run trains on sessions of live agents; None: it has rollouts made."""
     base_dir: str = "."
     """Folder that relative paths start from."""
 
@@ -235,10 +243,27 @@ class TrainConfig:
         aggregation = self.rollout.aggregation
         is_weighed = aggregation != RolloutConfig.__dataclass_fields__["aggregation"].default
         group_size = self.rollout.group_size
+        if self.production is None:
+            for name in ("function", "tasks", "reward"):
+                if not getattr(self.agent, name):
+                    raise ConfigError(f"agent: {name!r} is missing")
+            self.curriculum.check(self.agent.tasks, self.rollout.groups_per_update)
+        else:
+            group_size = 1
+            check_beside(
+                self.learner,
+                self.credit,
+                {
+                    "agent": (self.agent, ()),
+                    "rollout": (self.rollout, USED_OF_ROLLOUT),
+                    "curriculum": (self.curriculum, ()),
+                    "eval": (self.eval, ()),
+                    "promotion": (self.promotion, ()),
+                },
+            )
         check_effects(
             self.learner, self.credit, self.preference, is_weighed=is_weighed, group_size=group_size
         )
-        self.curriculum.check(self.agent.tasks, self.rollout.groups_per_update)
         check_monitors(
             self.monitor,
             objective=self.learner.objective,
@@ -339,7 +364,8 @@ def build_run(raw: Mapping[str, Any], base_dir: Path, *, where: str) -> TrainCon
         raise ConfigError(
             f"{where}: unknown section {name!r}; {f'did you mean {near[0]!r}?' if near else known}"
         )
-    if missing := [name for name in ("run", "agent") if name not in raw]:
+    needed = ("run",) if "production" in raw else ("run", "agent")
+    if missing := [name for name in needed if name not in raw]:
         raise ConfigError(f"{where}: section {missing[0]!r} is missing")
     return dataclasses.replace(build(TrainConfig, raw, where=where), base_dir=str(base_dir))
 

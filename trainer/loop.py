@@ -1,7 +1,7 @@
 """The training loop: take -> credit -> (take more) -> update -> checkpoint -> commit -> publish.
 
     with Run(config) as run:
-        while run.update_index < config.run.updates:
+        while run.wait():
             batch, rollouts, metrics = run.collect()
             run.learn(batch, rollouts, metrics)
             run.publish()
@@ -44,6 +44,7 @@ from spangrad.trainer.learning import checkpoint
 from spangrad.trainer.monitoring.behavior import behavior_metrics
 from spangrad.trainer.monitoring.watch import Watch
 from spangrad.trainer.probe import probe_row, scored_whole
+from spangrad.trainer.production.harvest import Harvest
 from spangrad.trainer.promotion.gate import Gate
 from spangrad.trainer.replaying import made_of
 from spangrad.trainer.resuming import claim_folder, continues, load_keys, repair, update_from_json
@@ -111,10 +112,11 @@ class Run:
         self.checkpoints = self.folder / "checkpoints"
         self._model = config.start_model
         self._crediting = Crediting(config, self._model)
-        self._reward = load_callable(config.agent.reward, config.base_dir)
+        if config.production is None:
+            self._reward = load_callable(config.agent.reward, config.base_dir)
         self.gate = Gate(self, self._on_note) if config.promotion.every else None
         self.store: Store = open_store(config.hub.url, self.keys.trainer)
-        self._sampler = TaskSampler(config, self.store)
+        self._sampler = TaskSampler(config, self.store) if config.production is None else None
         self.store.last_update(config.run.id)
         self.watch = Watch(self.store, config, tell=on_note)
         self.served = ServedPolicy(config.serving, self.keys.trainer, self.folder / "weights")
@@ -140,6 +142,9 @@ class Run:
         start_ray(self.config.learner.workers)
         self.learner = start_learner(self.config.learner_from(self._model))
         self._resume()
+        if self.config.production is not None:
+            begun.enter_context(self.harvest())
+            return
         repair(self.store, self.config, self.keys, self._reward)
         if self.gate is not None:
             self.gate.check()
@@ -176,7 +181,7 @@ class Run:
     def feed(self, crew: Crew) -> Iterator[Feeder]:
         """Have rollouts done, from here on and ahead of the learner, for as long as the block lasts."""
         config = self.config
-        self.feeder = Feeder(
+        feeder = Feeder(
             self.store,
             config.run.id,
             Pace(config.rollout.groups_per_update, config.rollout.max_staleness, config.run.updates),
@@ -186,8 +191,29 @@ class Run:
             before_round=self.served.ensure,
             straggler_s=config.rollout.straggler_s,
         )
-        with self.feeder.started(update_index=self.update_index, policy_version=self.policy_version):
-            yield self.feeder
+        self.feeder: Feeder | Harvest = feeder
+        with feeder.started(update_index=self.update_index, policy_version=self.policy_version):
+            yield feeder
+
+    @contextmanager
+    def harvest(self) -> Iterator[Harvest]:
+        """Look what live agents have done and what was said of it, for as long as the block lasts."""
+        assert self.config.production is not None
+        self.feeder = harvest = Harvest(
+            self.store,
+            self.config,
+            self.config.production,
+            before_look=self.served.ensure,
+            on_note=self._on_note,
+        )
+        with harvest.started(update_index=self.update_index, policy_version=self.policy_version):
+            yield harvest
+
+    def wait(self, is_asked_to_stop: Callable[[], bool] = lambda: False) -> bool:
+        """Whether there is an update to collect for; a run on live sessions waits until there are enough."""
+        if self.update_index >= self.config.run.updates:
+            return False
+        return not isinstance(self.feeder, Harvest) or self.feeder.wait(is_asked_to_stop)
 
     def collect(self) -> tuple[CreditedBatch, list[Rollout], Metrics]:
         """Rollouts of the next update, credited; more are taken until enough groups say something."""
@@ -196,13 +222,14 @@ class Run:
         metrics: Metrics = {"rollout/cut": 0.0, "time/wait_s": 0.0}
         started = time.monotonic()
         informative = 0
-        for refill in range(config.refills + 1):
+        refills = config.refills if self.config.production is None else 0
+        for refill in range(refills + 1):
             if refill:
                 logger.warning(
                     "update %d: %d of the groups of %d rollouts say something, %d are wanted;"
                     " trying other tasks, refill %d of %d",
                     *(self.update_index, informative, len(seen), config.informative_groups),
-                    *(refill, config.refills),
+                    *(refill, refills),
                 )
             taken = self.feeder.take(is_more=bool(refill))
             seen += taken.rollouts
@@ -213,7 +240,7 @@ class Run:
             critic = None if self.config.critic is None else self._values
             batch = self._crediting.rows(self.store, seen, self.policy_version, critic)
             informative = self._crediting.informative_groups(batch)
-            if informative >= config.informative_groups or (informative and refill == config.refills):
+            if informative >= config.informative_groups or (informative and refill == refills):
                 return (
                     batch,
                     seen,
@@ -236,6 +263,8 @@ class Run:
 
     def _has_converged(self, batch: CreditedBatch, rollouts: list[Rollout]) -> bool:
         """Whether rewards alone are why nothing is learned, and the policy is as good as while it learned."""
+        if self.config.production is not None:  # what comes next may be other
+            return False
         said = batch.diagnostics
         updates = self.store.updates(self.config.run.id)
         earlier = [update.metrics.get("reward/mean", math.inf) for update in updates]
@@ -250,6 +279,8 @@ class Run:
         return values
 
     def _of_rollouts_meanwhile(self, taken: Taken) -> Metrics:
+        if isinstance(self.feeder, Harvest):
+            return self.feeder.metrics()
         agent = self.config.agent
         return {
             "rollout/outstanding": float(taken.outstanding),
@@ -269,7 +300,7 @@ class Run:
     def learn(self, batch: CreditedBatch, rollouts: list[Rollout], metrics: Metrics) -> Metrics:
         """One update: learner, durable checkpoint, commit."""
         started = time.monotonic()
-        metrics = metrics | batch_metrics(batch) | self._sampler.metrics()
+        metrics = metrics | batch_metrics(batch) | (self._sampler.metrics() if self._sampler else {})
         metrics |= turn_metrics(rollouts, batch.calls)
         metrics |= behavior_metrics(batch.calls, rollouts, self.config.monitor.test_files)
         self._probe_rows = list(batch.rows[:4])
@@ -370,6 +401,7 @@ class Run:
 
     def _set(self, index: int) -> list[list[Rollout]]:
         """The groups of a set of tasks; what is in the store already is asked for again as it is."""
+        assert self._sampler is not None
         tasks = self._sampler.tasks(index)
         if self.gate is not None:
             self.gate.refuse_held_out(tasks)
@@ -384,13 +416,18 @@ class Run:
         first = f"; first refusal: {batch.refused[0].reason}" if batch.refused else ""
         failures = [rollout.failure for rollout in rollouts if rollout.failure]
         broken = f"; first failure: {failures[0]}" if failures else ""
+        again = (
+            " the same command grades them again with a changed reward, and runs again what failed;"
+            " for a changed agent choose another run.id"
+            if self.config.production is None
+            else " others are waited for, and these are looked at again after the next update"
+        )
         return (
             f"update {self.update_index}: nothing to learn from {len(rollouts)} rollouts:"
             f" {trainable} trainable tokens, {int(batch.diagnostics.get('groups/informative', 0))} of"
             f" {int(batch.diagnostics.get('groups/all', 0))} groups with different rewards,"
             f" {len(batch.refused)} calls refused{first}{broken}{why}; the rollouts stay in the store"
-            " unconsumed; the same command grades them again with a changed reward, and runs again what"
-            " failed; for a changed agent choose another run.id"
+            f" unconsumed;{again}"
         )
 
 
@@ -401,6 +438,7 @@ def train(
     on_update: Callable[[int, Metrics], None] | None = None,
     on_note: Callable[[str], None] | None = None,
     evaluate_after: bool = True,
+    is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> TrainReport:
     """Run until `run.updates` updates are done, or nothing is left to learn.
 
@@ -412,6 +450,7 @@ def train(
         on_update: Called with (update index, metrics) after every update.
         on_note: Called with a line for the person who started the run: where it continues, why it ended.
         evaluate_after: Evaluate in between as `eval.every` says.
+        is_asked_to_stop: Asked between two updates; a run on live sessions ends where it says so.
 
     Raises:
         PausedError: A monitor paused the run; all that was trained is kept.
@@ -419,13 +458,16 @@ def train(
     report = TrainReport()
     with Run(config, keys, on_note=on_note) as run:
         run.watch.check()
-        while run.update_index < config.run.updates:
+        while run.wait(is_asked_to_stop):
             try:
                 batch, rollouts, metrics = run.collect()
-            except ConvergedError as end:
-                if on_note is not None:
-                    on_note(str(end))
-                break
+            except EmptyBatchError as end:
+                if config.production is None and not isinstance(end, ConvergedError):
+                    raise
+                (on_note or logger.info)(str(end))
+                if config.production is None:
+                    break
+                continue
             metrics = run.learn(batch, rollouts, metrics)
             later = run.publish()
             if evaluate_after and config.eval.every and run.update_index % config.eval.every == 0:

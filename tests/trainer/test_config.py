@@ -78,7 +78,7 @@ def test_adapters_are_published_only_where_one_is_trained_and_pause_nothing(tmp_
 
 SECTIONS = (
     "known are run, agent, hub, serving, rollout, curriculum, credit, preference, learner, eval,"
-    " promotion, monitor"
+    " promotion, monitor, production"
 )
 
 

@@ -2,7 +2,8 @@
 
 A setting that nobody walks fails `test_every_setting_is_walked`; give it an entry in `WALKS`. Elsewhere
 are `[credit]` (`tests/credit/test_assign.py`), `[learner]` (`test_objectives.py` and what it names),
-`[monitor]` (`test_monitor_numbers.py`) and `[curriculum]` (`test_curriculum_in_a_run.py`).
+`[monitor]` (`test_monitor_numbers.py`), `[curriculum]` (`test_curriculum_in_a_run.py`) and `[production]`
+(`test_eligibility.py`, `test_production_run.py`).
 """
 
 import json

@@ -2,7 +2,8 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -12,10 +13,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from spangrad.commands.options import JsonOption, require, stop_on_sigterm
+from spangrad.commands.options import JsonOption, asked_to_stop, require, stop_on_sigterm
 from spangrad.commands.output import print_json, print_rows
 
 if TYPE_CHECKING:
+    from spangrad.trainer.config import TrainConfig
     from spangrad.trainer.doctor import Check
 
 SetOption = Annotated[
@@ -39,6 +41,10 @@ def train(
     twice or skipped. A monitor that pauses the run ends it with exit code 3
     and says how to go on. The config names a model folder (`serving.model`), the
     one that `spangrad up` serves; examples/02_calculator has a config.
+
+    With a section [production] it makes no rollouts: it learns from sessions
+    of live agents that have got a reward, and ends after the update at hand
+    on Ctrl-C or SIGTERM.
     """
     require("`spangrad train`", "train")
     from spangrad.trainer.config import load_config
@@ -50,9 +56,23 @@ def train(
     from spangrad.trainer.loop import train as run_training
     from spangrad.trainer.reporting.report import LiveTable
 
-    with stop_on_sigterm(), LiveTable() as table:
-        report = run_training(settings, on_update=table.add, on_note=table.note)
+    with LiveTable() as table, _stopping(settings) as is_asked:
+        report = run_training(settings, on_update=table.add, on_note=table.note, is_asked_to_stop=is_asked)
     print(f"run {settings.run.id}: {report.updates} updates, policy version {report.policy_version}")
+
+
+@contextmanager
+def _stopping(settings: "TrainConfig") -> Iterator[Callable[[], bool]]:
+    """Whether to stop before the next update; unless a run ends between two, SIGTERM ends it at once."""
+    if settings.production is None:
+        with stop_on_sigterm():
+            yield lambda: False
+        return
+    from spangrad.trainer.cluster import start_ray
+
+    start_ray(settings.learner.workers)  # it takes SIGTERM for itself
+    with asked_to_stop() as is_asked:
+        yield is_asked
 
 
 def demo(

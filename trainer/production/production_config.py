@@ -1,0 +1,78 @@
+"""Training on what live agents do: section `[production]`.
+
+Knows settings, and which others have no effect beside them. Does not know: stores, learners.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from spangrad.credit.credit_config import CreditConfig
+from spangrad.credit.settings import check_values
+from spangrad.errors import ConfigError
+from spangrad.trainer.learning.learner_config import LearnerConfig, require
+from spangrad.trainer.learning.objectives import OBJECTIVES
+
+USED_OF_ROLLOUT = frozenset({"max_staleness", "aggregation", "aggregation_tokens", "reward_authors"})
+"""Settings of `[rollout]` that have an effect beside `[production]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductionConfig:
+    """What an update takes of recorded sessions: those that have ended and have a reward, oldest first."""
+
+    rollouts_per_update: int = 64
+    """Sessions of an update; 1 or more."""
+    idle_s: float = 600.0
+    """A session has ended when its last span is so old, or its tracer's root span has come; more than 0."""
+    reward_wait_s: float = 0.0
+    """So long after its end a session without a reward holds up those that ended after it, so that what is
+    judged quickly is not preferred; its reward counts later, too. 0 or more, 0: it holds up none."""
+    held_out: float = 0.1
+    """Share of sessions, by a hash of their ids, that no update ever takes: their mean reward is the
+    evaluation. 0 to below 1, 0: there is none."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        check_values(self, "production.")
+        name = "production.rollouts_per_update"
+        require(self.rollouts_per_update >= 1, name, self.rollouts_per_update, "1 or more")
+        require(self.idle_s > 0, "production.idle_s", self.idle_s, "more than 0")
+        require(self.reward_wait_s >= 0, "production.reward_wait_s", self.reward_wait_s, "0 or more")
+        require(0 <= self.held_out < 1, "production.held_out", self.held_out, "0 to below 1")
+
+
+def check_beside(
+    learner: LearnerConfig, credit: CreditConfig, sections: Mapping[str, tuple[Any, Collection[str]]]
+) -> None:
+    """Refuse what a run on live sessions can't do, or has no use for.
+
+    Args:
+        learner: Its objective.
+        credit: Estimators; sessions have no group and no task.
+        sections: Name of another section -> its settings, and which of them are used.
+
+    Raises:
+        ConfigError: Rollouts of a task would be compared, or a setting has no effect.
+    """
+    for section, (settings, used) in sections.items():
+        for field in fields(settings):
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            if field.name not in used and getattr(settings, field.name) != default:
+                raise ConfigError(
+                    f"{section}.{field.name} has no effect with [production], where live agents make the"
+                    " rollouts and feedback their rewards; leave one out"
+                )
+    needs_credit = OBJECTIVES[learner.objective].needs_credit
+    if not (credit.counts_lone if needs_credit else learner.objective != "dpo"):
+        what = f"credit.episode {credit.episode!r}" if needs_credit else "learner.objective 'dpo'"
+        raise ConfigError(
+            f"{what} compares rollouts of a task, and with [production] there are no tasks; choose"
+            " credit.episode 'running_baseline' with credit.baseline_key 'all', or 'value_baseline', or"
+            " learner.objective 'kto' or 'bc'"
+        )
+    if needs_credit and credit.episode == "running_baseline" and credit.baseline_key != "all":
+        raise ConfigError(
+            f"credit.baseline_key is {credit.baseline_key!r}, and with [production] there are no tasks, so"
+            " none would have a baseline; expected 'all'"
+        )
