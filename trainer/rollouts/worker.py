@@ -33,10 +33,10 @@ from typing import Any
 
 import httpx
 
-from spangrad.errors import LeaseLostError, PublishError
+from spangrad.errors import PublishError
 from spangrad.store import open_store
 from spangrad.store.base import Store
-from spangrad.store.records import Reward, Rollout, RolloutStatus
+from spangrad.store.records import Ending, Reward, Rollout, RolloutStatus
 from spangrad.trainer.rollouts.agent_process import AgentProcess, WorkerConfig
 from spangrad.trainer.rollouts.gateway_client import GatewayState, flush, give_turns, wait_for_engine
 from spangrad.trainer.rollouts.grading import other_names_told, rewards_given
@@ -121,6 +121,9 @@ class RolloutWorker:
         )
         self._running: dict[str, _Attempt] = {}
         self._ended: dict[str, tuple[_Attempt, dict[str, Any]]] = {}
+        self._rewards: list[Reward] = []
+        self._endings: list[Ending] = []
+        """What the store was not told yet."""
         self._lost = set[tuple[str, int]]()
         """What the heartbeat found to be no longer this worker's."""
         self._is_more_queued = True
@@ -266,8 +269,11 @@ class RolloutWorker:
     def _finish_ended(self) -> None:
         if not self._ended or not self._flush():
             return
-        ended = list(self._ended.values())
+        ended, handed_in = list(self._ended.values()), time.monotonic()
         for attempt, reply in ended:
+            if time.monotonic() - handed_in > FLUSH_EVERY_S:  # a slow reward holds up no other rollout
+                self._hand_in()
+                handed_in = time.monotonic()
             rollout = attempt.rollout
             before, now = attempt.gateway, self._gateway
             if (before and before.instance) != (now and now.instance):
@@ -279,7 +285,7 @@ class RolloutWorker:
                 self._fail(rollout, "SpansDroppedError", text)
             else:
                 self._finish(rollout, reply["output"])
-            del self._ended[rollout.rollout_id]
+        self._hand_in()
         if any("failed" in reply for _, reply in ended):
             self._check_engine()
 
@@ -317,35 +323,33 @@ class RolloutWorker:
         if other_names is not None and other_names not in self._told:
             self._told.add(other_names)
             self._report.other_names = other_names
-        try:
-            if rewards:
-                self._store.put_rewards(rewards)
-            self._store.finish(
-                rollout.rollout_id,
-                rollout.attempt,
-                output=output,
-                error_type=None if failure is None else REWARD_ERROR,
-                error=failure,
-            )
-            self._report.finished += 1
-        except LeaseLostError:
-            self._report.lost_leases += 1
+        self._rewards += rewards
+        error_type = None if failure is None else REWARD_ERROR
+        self._endings.append(
+            Ending(rollout.rollout_id, rollout.attempt, output=output, error_type=error_type, error=failure)
+        )
 
     def _fail(self, rollout: Rollout, error_type: str, error: str, *, free: bool = False) -> None:
         self._report.failed_attempts += 1
         self._remember(f"{rollout.rollout_id}: {error_type}: {error}")
-        try:
-            self._store.finish(
-                rollout.rollout_id,
-                rollout.attempt,
-                status=RolloutStatus.FAILED,
-                error_type=error_type,
-                error=error,
-                retry=True,
-                free=free,
-            )
-        except LeaseLostError:
-            self._report.lost_leases += 1
+        failed = RolloutStatus.FAILED
+        self._endings.append(
+            Ending(rollout.rollout_id, rollout.attempt, failed, None, error_type, error, True, free)
+        )
+
+    def _hand_in(self) -> None:
+        """Tell the store how rollouts ended, their rewards first: who sees one ended sees its reward."""
+        if self._rewards:
+            self._store.put_rewards(self._rewards)
+        lost = self._store.finish_many(self._endings) if self._endings else []
+        self._report.lost_leases += len(lost)
+        self._report.finished += sum(
+            not ending.retry and ending.rollout_id not in lost for ending in self._endings
+        )
+        for ending in self._endings:
+            self._ended.pop(ending.rollout_id, None)
+            self._running.pop(ending.rollout_id, None)
+        self._rewards, self._endings = [], []
 
     def _fail_for_gateway(self, rollout: Rollout) -> None:
         self._gateway_retries[rollout.rollout_id] += 1
@@ -380,12 +384,11 @@ class RolloutWorker:
 
     def _give_back(self, error_type: str, error: str, *, guilty: set[str]) -> None:
         # What has ended and is not flushed is given back too: its last spans may have died with the process.
-        for rollout_id, (attempt, _) in list(self._ended.items()):
+        for attempt, _ in self._ended.values():
             self._fail(attempt.rollout, error_type, error, free=True)
-            del self._ended[rollout_id]
-        for rollout_id, attempt in list(self._running.items()):
+        for rollout_id, attempt in self._running.items():
             self._fail(attempt.rollout, error_type, error, free=rollout_id not in guilty)
-            del self._running[rollout_id]
+        self._hand_in()
         self._check_engine()
 
     def _check_engine(self) -> None:
