@@ -45,6 +45,12 @@ def argument(name: str) -> Callable[[Stack, Path], str]:
     return look
 
 
+def adapters_taken(stack: Stack, folder: Path) -> int:
+    """The largest rank of adapters that vLLM's server would be told to take; 0: it takes none."""
+    command = server_command(stack._engine_config("m"), on_cpu=True)
+    return int(command[command.index("--max-lora-rank") + 1]) if "--enable-lora" in command else 0
+
+
 def refusal(stack: Stack, folder: Path) -> bool:
     """Whether the model's folder can't be served."""
     try:
@@ -97,6 +103,7 @@ WALKS: dict[str, Walk] = {
     "served_name": Walk(lambda folder: "mine", argument("--served-model-name"), is_started=False),
     "max_model_len": Walk(lambda folder: 77, argument("--max-model-len"), str, is_started=False),
     "max_num_seqs": Walk(lambda folder: 7, argument("--max-num-seqs"), str, is_started=False),
+    "lora_rank": Walk(lambda folder: 8, adapters_taken, is_started=False),
     "raw_log": Walk(lambda folder: str(folder / "raw.jsonl"), kept, bool),
 }
 
