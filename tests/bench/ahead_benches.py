@@ -20,6 +20,7 @@ from spangrad.trainer.rollouts.feeder import Feeder
 from spangrad.trainer.rollouts.worker import WorkerReport
 from tests.bench.figures import Figure
 from tests.bench.hub_load import hub
+from tests.trainer.idle_worker import IDLE
 
 GROUPS, MEMBERS = 8, 4
 SLOTS = GROUPS * MEMBERS // 2
@@ -117,7 +118,7 @@ def _busy(url: str, *, staleness: int, slots: int, updates: int) -> float:
         Pace(GROUPS, staleness, updates),
         make_set=partial(_set, run_id),
         crew=crew,
-        worker=lambda: WORKER,
+        worker=lambda: IDLE,
         before_round=lambda: None,
     )
     ends: list[float] = []
@@ -141,23 +142,3 @@ def _set(run_id: str, index: int) -> list[list[Rollout]]:
         [Rollout(f"{run_id}-{index}-{g}-{m}", None, f"{run_id}-{index}-{g}", run_id) for m in range(MEMBERS)]
         for g in range(GROUPS)
     ]
-
-
-WORKER = WorkerConfig(
-    store="",
-    evaluator_key=None,
-    agent_key=None,
-    gateway_url="",
-    engine_urls=(),
-    model="",
-    function="",
-    reward=None,
-    base_dir="",
-    run_id="",
-    split="train",
-    concurrency=1,
-    timeout_s=1.0,
-    temperature=1.0,
-    log="",
-)
-"""What the sleepers don't look at."""

@@ -1,13 +1,11 @@
 """A small policy and learners of it, for tests that want nothing special of either."""
 
-import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.trainer.json_server import json_server
 from tests.trainer.small_policy import make_policy
 
 from spangrad.trainer.learning.learner import Learner
@@ -31,20 +29,5 @@ def make_learner(policy: Path) -> Callable[..., Learner]:
 def engine_url() -> Iterator[str]:
     """An engine that serves version 0, as far as the loop asks before it learns."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.dumps({"weight_version": "0"}).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        serving = threading.Thread(target=server.serve_forever)
-        serving.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        serving.join()
+    with json_server(lambda path, body: (200, {"weight_version": "0"})) as url:
+        yield url

@@ -1,15 +1,13 @@
 """An engine's control endpoints over a real model, without vLLM: weights from a file, versions, logprobs."""
 
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from tests.trainer.json_server import json_server
 from transformers import LlamaForCausalLM
 
 MAX_LENGTH = 128
@@ -64,32 +62,9 @@ def fake_engine(folder: Path) -> Iterator[FakeEngine]:
     """Serve a model folder at `url`, as an engine and as the gateway before it."""
     engine = FakeEngine(folder)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._answer()
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        failed = engine.fails and path == "/update_weights"
+        return (500, {}) if failed else (200, engine.answer(path, body))
 
-        def do_POST(self) -> None:
-            self._answer()
-
-        def _answer(self) -> None:
-            content = self.rfile.read(int(self.headers.get("content-length", 0)))
-            failed = engine.fails and self.path == "/update_weights"
-            answer = {} if failed else engine.answer(self.path, json.loads(content or b"{}"))
-            body = json.dumps(answer).encode()
-            self.send_response(500 if failed else 200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        serving = threading.Thread(target=server.serve_forever)
-        serving.start()
-        engine.url = f"http://127.0.0.1:{server.server_port}"
-        try:
-            yield engine
-        finally:
-            server.shutdown()
-            serving.join()
+    with json_server(answer) as engine.url:
+        yield engine

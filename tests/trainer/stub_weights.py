@@ -1,12 +1,11 @@
 """An engine and its gateway, as far as weights go: what was published, and which version is served."""
 
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from tests.trainer.json_server import json_server
 
 
 class StubWeights:
@@ -46,27 +45,9 @@ def stub_weights() -> Iterator[StubWeights]:
     """One that answers on a port of its own."""
     stub = StubWeights()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.do_POST()
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        is_engine = not path.startswith("/spangrad")
+        return 503 if stub.is_refusing and is_engine else 200, stub.answer(path, body)
 
-        def do_POST(self) -> None:
-            length = int(self.headers.get("content-length") or 0)
-            given = json.loads(self.rfile.read(length) or b"null") or {}
-            is_engine = not self.path.startswith("/spangrad")
-            body = json.dumps(stub.answer(self.path, given)).encode()
-            self.send_response(503 if stub.is_refusing and is_engine else 200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        serving = threading.Thread(target=server.serve_forever)
-        serving.start()
-        stub.url = f"http://127.0.0.1:{server.server_port}"
+    with json_server(answer) as stub.url:
         yield stub
-        server.shutdown()
-        serving.join()

@@ -5,9 +5,11 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.trainer.idle_worker import IDLE
 from tests.trainer.scripted_crew import ScriptedCrew
 from tests.waiting import wait_until
 
@@ -19,24 +21,7 @@ from spangrad.trainer.rollouts.agent_process import WorkerConfig
 from spangrad.trainer.rollouts.feeder import Crew, Feeder
 from spangrad.trainer.rollouts.worker import WorkerReport
 
-WORKER = WorkerConfig(
-    store="",
-    evaluator_key=None,
-    agent_key=None,
-    gateway_url="",
-    engine_urls=(),
-    model="",
-    function="",
-    reward=None,
-    base_dir=".",
-    run_id="r",
-    split="train",
-    concurrency=1,
-    timeout_s=1.0,
-    temperature=1.0,
-    log="",
-    policy_version=0,
-)
+WORKER = replace(IDLE, base_dir=".", run_id="r", policy_version=0)
 
 
 @pytest.fixture

@@ -1,35 +1,20 @@
 """Getting a set of rollouts done, where they have ended already: neither Ray nor an agent is needed."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from tests.command_line import recorded
+from tests.trainer.idle_worker import IDLE
 
 from spangrad.adapters.calls import calls_of
 from spangrad.store.file_store import FileStore
 from spangrad.store.records import Rollout, RolloutStatus
-from spangrad.trainer.rollouts.agent_process import WorkerConfig
 from spangrad.trainer.rollouts.scheduling import run_rollouts
 
 
 def test_calls_of_every_rollout_that_was_asked_for_are_in_the_table(tmp_path: Path) -> None:
     rollouts = [Rollout(split, split=split, max_attempts=1) for split in ("train", "eval-before", "expert")]
-    worker = WorkerConfig(
-        store="",
-        evaluator_key=None,
-        agent_key=None,
-        gateway_url="",
-        engine_urls=(),
-        model="",
-        function="",
-        reward=None,
-        base_dir=str(tmp_path),
-        run_id="a",
-        split="train",
-        concurrency=1,
-        timeout_s=1.0,
-        temperature=1.0,
-        log="",
-    )
+    worker = replace(IDLE, base_dir=str(tmp_path), run_id="a")
     with FileStore(tmp_path / "s.duckdb") as store:
         store.enqueue(rollouts)
         for number, rollout in enumerate(store.claim(worker="w", limit=3), start=1):

@@ -58,7 +58,7 @@ def test_paths_that_a_call_writes_to(name: str, arguments: Any, paths: set[str])
     ("path", "is_one"),
     [
         ("tests/helpers.py", True),
-        ("/work/repo/tests/unit/helpers.py", True),
+        ("/srv/repo/tests/unit/helpers.py", True),
         ("./test_a.py", True),
         ("src\\app\\a.test.ts", True),
         ("pkg/a_test.go", True),
