@@ -46,9 +46,11 @@ def finish(
     worker = RolloutWorker()
     worker._config = worker_config(config, RunKeys(), split="train", temperature=1.0, policy_version=0)
     worker._store, worker._reward, worker._report = store, reward, WorkerReport()
+    worker._running, worker._ended, worker._rewards, worker._endings = {}, {}, [], []
     store.enqueue([Rollout(name, run_id="r", task={"t": name}, split="train") for name in names])
     for rollout in store.claim(worker="w", limit=len(names)):
         worker._finish(rollout, {"said": rollout.rollout_id})
+    worker._hand_in()
     return worker._report
 
 
