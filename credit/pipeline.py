@@ -30,6 +30,7 @@ from spangrad.credit.rendered import REWRITTEN, Render, count_rewritten, rendere
 from spangrad.credit.rewards import DEFAULT_AUTHORS, RolloutRewards, by_rollout, rewards_of, with_names
 from spangrad.credit.samples import samples_of
 from spangrad.credit.scoring import BY_REWARD, scorer, tell_unscored
+from spangrad.credit.staleness import too_stale
 from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import (
     MISSING_REWARD,
@@ -104,7 +105,8 @@ def credited_rows(
         constant: As in `weigh`.
         policy_version: Current version, for the staleness of samples.
         max_staleness: Refuse rollouts with a token that was sampled more updates before `policy_version`,
-            or after it. None: no limit.
+            or after it, or by nobody knows which version, beside others of the same model whose version is
+            known: an engine that was restarted serves weights that nobody published. None: no limit.
         render: Gives text-grade calls their ids (for `min_grade` text) and checks those of others.
         prefer: What preference learning makes of rows and their rollouts' returns: `paired`, `labelled` or
             `best`, with their settings bound. Wants no estimators: `config` is None.
@@ -129,11 +131,12 @@ def credited_rows(
     refused = _with_tokens(refused, lost)
     sampled = {call.call_id: _sampled_tokens(call) for calls in calls_by_rollout.values() for call in calls}
     if policy_version is not None and max_staleness is not None:
-        ended = [
-            rollout
+        stale = {
+            rollout.rollout_id: too_stale(calls_by_rollout[rollout.rollout_id], policy_version, max_staleness)
             for rollout in ended
-            if not _is_stale(calls_by_rollout[rollout.rollout_id], policy_version, max_staleness, refused)
-        ]
+        }
+        refused += [one for found in stale.values() for one in found]
+        ended = [rollout for rollout in ended if not stale[rollout.rollout_id]]
     if config is not None and reward_weights is not None:
         config = replace(config, reward_weights=reward_weights)
     needs_rewards = config is not None or prefer is not None
@@ -239,20 +242,6 @@ def trajectories_of(
     known = {name: total for name, total in totals.items() if total is not None}
     expected = baselines_of(store, known, rollouts, config, authors=authors, weights=reward_weights)
     return [replace(one, baseline=expected.get(one.rollout_id)) for one in found]
-
-
-def _is_stale(
-    calls: Sequence[ModelCall], policy_version: int, max_staleness: int, refused: list[Refused]
-) -> bool:
-    versions = {v for call in calls for choice in call.choices for v in choice.policy_versions or ()}
-    wrong = [v for v in versions if not 0 <= policy_version - v <= max_staleness]
-    if wrong:
-        reason = (
-            f"sampled by version {min(wrong)}, the learner's is {policy_version};"
-            f" at most {max_staleness} updates of staleness are allowed"
-        )
-        refused += [Refused(call.rollout_id, call.call_id, reason, kind="too stale") for call in calls]
-    return bool(wrong)
 
 
 def _calls_of_failed(store: Store, refused: Sequence[Refused]) -> list[ModelCall]:

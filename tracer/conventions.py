@@ -75,7 +75,9 @@ POLICY_ASKED: Final = "spangrad.policy.asked"  # promoted, latest, canary: by sh
 PROMPT_TOKEN_IDS: Final = "spangrad.prompt_token_ids"  # packed int32
 SAMPLED_TOKEN_IDS: Final = "spangrad.sampled_token_ids"  # packed int32, per choice
 SAMPLED_LOGPROBS: Final = "spangrad.sampled_logprobs"  # packed float32, per choice
-POLICY_VERSIONS: Final = "spangrad.policy_versions"  # packed int32, one per sampled token, per choice
+# packed int32, one per sampled token, per choice; the oldest that can have sampled it
+POLICY_VERSIONS: Final = "spangrad.policy_versions"
+NEWEST_POLICY_VERSION: Final = "spangrad.policy_version.newest"  # only if it changed during the call
 LOGPROBS_MODE: Final = "spangrad.logprobs_mode"  # "processed" or "raw"
 # JSON: what the engine puts in for what a request leaves out, or a text that says why that is unknown
 SAMPLING_DEFAULTS: Final = "spangrad.sampling.defaults"

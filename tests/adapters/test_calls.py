@@ -18,6 +18,7 @@ from spangrad.tracer import conventions as c
 from spangrad.tracer.gateway.record import reply_attributes, request_attributes
 from spangrad.tracer.gateway.reply import Reply
 from spangrad.tracer.gateway.rewrite import Route
+from spangrad.tracer.gateway.versions import SampledBy
 from tests.adapters.building import span, text_attributes, token_attributes
 from tests.adapters.captured import captured
 
@@ -168,7 +169,7 @@ def test_the_gateways_own_record_is_read_back():
     reply = Reply()
     reply.add({"id": "x", "model": "policy", "choices": choices, "prompt_token_ids": [5, 6, 7]})
     recorded = request_attributes(body, Route("chat")) | reply_attributes(
-        reply, body, version=3, version_problem=None, logprobs_mode="processed"
+        reply, body, versions=SampledBy(3, 3), logprobs_mode="processed"
     )
     (call,) = calls_from_spans([span(scope=c.SCOPE_GATEWAY, attributes=recorded)])
     assert (call.grade, call.grade_reasons) == (Grade.EXACT, ())

@@ -8,6 +8,7 @@ import pytest
 from spangrad.tracer import conventions as names
 from spangrad.tracer.gateway.readers import Facts, TokenReader
 from spangrad.tracer.gateway.rewrite import Route, upstream_request
+from spangrad.tracer.gateway.versions import SampledBy
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_a_stream_whose_chunks_with_text_lost_some_ids_has_none() -> None:
     ):
         choice = {"index": 0, "delta": delta, "token_ids": ids, "logprobs": None, "finish_reason": None}
         reader.take(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
-    attributes = reader.attributes(Facts(version=1, version_problem=None, logprobs_mode="processed"))
+    attributes = reader.attributes(Facts(versions=SampledBy(1, 1), logprobs_mode="processed"))
     assert names.SAMPLED_TOKEN_IDS not in attributes
     told = json.loads(attributes[names.DROPPED])
     assert told["sampled_token_ids"] == "1 chunks with text came without token ids"

@@ -9,6 +9,7 @@ import pytest
 from spangrad.tracer import conventions as names
 from spangrad.tracer.gateway.record import reply_attributes
 from spangrad.tracer.gateway.reply import Reply
+from spangrad.tracer.gateway.versions import SampledBy
 from tests.gateway.gateway_setup import Setup, body, dropped, ids, logprobs
 
 PREFILLED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The "}]
@@ -18,7 +19,7 @@ def recorded(request: dict[str, Any], *replies: dict[str, Any]) -> dict[str, Any
     reply = Reply()
     for part in replies:
         reply.add(part)
-    return reply_attributes(reply, request, version=3, version_problem=None, logprobs_mode="processed")
+    return reply_attributes(reply, request, versions=SampledBy(3, 3), logprobs_mode="processed")
 
 
 def content(attributes: dict[str, Any]) -> str:

@@ -41,7 +41,7 @@ from spangrad.tracer.gateway.rewrite import UpstreamRequest, dump, with_model
 from spangrad.tracer.gateway.routes import RecordedRoute
 from spangrad.tracer.gateway.spans import SpanRecorder, traceparent
 from spangrad.tracer.gateway.upstream import read_whole
-from spangrad.tracer.gateway.versions import Observation, version_of_call
+from spangrad.tracer.gateway.versions import Observation, SampledBy, version_of_call
 from spangrad.tracer.span_size import shorten
 from spangrad.tracer.wire import chat
 from spangrad.tracer.wire.caching import is_served_by_cache
@@ -307,19 +307,19 @@ class Call:
 
     async def _record(self) -> None:
         services = self._services
-        version, problem = None, None
+        versions = SampledBy()
         settings = EngineSettings()
         engine = self._engine
         before, ended_at = self._before, self._ended_at
         if engine and ended_at is not None and self._reader.needs_version():
             if self._adapter is not None:
-                version = self._adapter.version
+                versions = SampledBy(self._adapter.version, self._adapter.version)
             elif before is not None:
-                version, problem = version_of_call(before, await engine.versions.observe(ended_at))
-            if version is not None or problem is not None:
+                versions = version_of_call(before, await engine.versions.observe(ended_at))
+            if versions != SampledBy():
                 settings = await engine.settings.known()
         error = self._error or self._reader.problem()
-        attributes, dropped = self._content(Facts(version, problem, services.config.logprobs_mode, settings))
+        attributes, dropped = self._content(Facts(versions, services.config.logprobs_mode, settings))
         attributes |= self._whose()
         if self._is_cached:
             attributes[names.CACHED] = True

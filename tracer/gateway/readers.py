@@ -30,6 +30,7 @@ from spangrad.tracer.gateway.rewrite import (
     is_reply,
     strip_reply,
 )
+from spangrad.tracer.gateway.versions import SampledBy
 from spangrad.tracer.wire import chat
 from spangrad.tracer.wire.streams import Assembled, events
 
@@ -46,9 +47,7 @@ Problem = tuple[str, str]
 class Facts:
     """What is known of a call beside its reply."""
 
-    version: int | None
-    """Policy version that sampled every token; None: unknown."""
-    version_problem: str | None
+    versions: SampledBy
     logprobs_mode: str
     """The config's, for engines that do not tell."""
     settings: EngineSettings = field(default_factory=EngineSettings)
@@ -160,8 +159,7 @@ class TokenReader:
         return reply_attributes(
             self.reply,
             self._request.body,
-            version=facts.version,
-            version_problem=facts.version_problem,
+            versions=facts.versions,
             logprobs_mode=facts.logprobs_mode,
             settings=facts.settings,
         )

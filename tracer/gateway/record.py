@@ -15,6 +15,7 @@ from spangrad.tracer import conventions as names
 from spangrad.tracer.gateway.engine_settings import EngineSettings
 from spangrad.tracer.gateway.reply import Reply, ReplyChoice
 from spangrad.tracer.gateway.rewrite import Route
+from spangrad.tracer.gateway.versions import SampledBy
 from spangrad.tracer.wire import chat
 from spangrad.tracer.wire.constraints import is_constrained
 from spangrad.tracer.wire.messages import output_message
@@ -45,8 +46,7 @@ def reply_attributes(
     reply: Reply,
     body: Any,
     *,
-    version: int | None,
-    version_problem: str | None,
+    versions: SampledBy,
     logprobs_mode: str,
     settings: EngineSettings | None = None,
 ) -> dict[str, Any]:
@@ -55,8 +55,7 @@ def reply_attributes(
     Args:
         reply: What the engine sent.
         body: The client's request.
-        version: Policy version that sampled every token; None: unknown.
-        version_problem: Why the version is unknown.
+        versions: Policy versions that sampled the tokens.
         logprobs_mode: `processed` or `raw`, as the gateway's config says that the engine was started.
         settings: What the engine says itself; None: nothing.
     """
@@ -71,17 +70,17 @@ def reply_attributes(
         attributes[names.OUTPUT_MESSAGES] = chat.dumps(
             [output_message(_said(choice, body, dropped), choice.finish_reason) for choice in choices]
         )
-        dropped |= _add_tokens(attributes, reply, body, version)
+        dropped |= _add_tokens(attributes, reply, body, versions)
         _add_settings(attributes, dropped, logprobs_mode, settings or EngineSettings())
-        if version is None and version_problem is not None:
-            dropped["policy_versions"] = version_problem
+        if versions.problem is not None:
+            dropped["policy_versions"] = versions.problem
     attributes |= _usage(reply)
     if dropped:
         attributes[names.DROPPED] = chat.dumps(dropped)
     return attributes
 
 
-def _add_tokens(attributes: dict[str, Any], reply: Reply, body: Any, version: int | None) -> dict[str, str]:
+def _add_tokens(attributes: dict[str, Any], reply: Reply, body: Any, versions: SampledBy) -> dict[str, str]:
     """Add prompt ids and every choice's ids, logprobs and versions; returns what was dropped and why."""
     if isinstance(body, dict) and chat.prompt_count(body) > 1:
         reason = "one call with several prompts: it is not known which prompt a choice continues"
@@ -108,9 +107,11 @@ def _add_tokens(attributes: dict[str, Any], reply: Reply, body: Any, version: in
             dropped[names.choice_key("sampled_token_ids", index)] = problem
             continue
         attributes[names.choice_key(names.SAMPLED_TOKEN_IDS, index)] = names.pack_ints(choice.token_ids)
-        if version is not None:
-            packed = names.pack_ints([version] * len(choice.token_ids))
+        if versions.oldest is not None:
+            packed = names.pack_ints([versions.oldest] * len(choice.token_ids))
             attributes[names.choice_key(names.POLICY_VERSIONS, index)] = packed
+            if versions.newest != versions.oldest:
+                attributes[names.NEWEST_POLICY_VERSION] = versions.newest
         if (missing := _logprobs_problem(logprobs, body)) is not None:
             dropped[names.choice_key("sampled_logprobs", index)] = missing
         elif logprobs is not None:

@@ -3,7 +3,8 @@
 vLLM's chat route doesn't say which weights sampled a token; `GET /weight_info` says
 which are loaded now. Versions only grow, so equal versions seen before a call and
 after it prove that the whole call was sampled by that version, however old the
-first observation is. Different ones leave the boundary unknown.
+first observation is. Different ones leave the boundary unknown: no token is older
+than the first, and none is newer than the second.
 
 Invariants: an observation never counts for a moment after its request was started;
 at most one request is under way; asking never raises; an engine that does not answer
@@ -124,11 +125,21 @@ class NoVersions:
         return Observation(not_before, None)
 
 
-def version_of_call(before: Observation, after: Observation) -> tuple[int | None, str | None]:
-    """The version that sampled every token between two observations, or None and why it is unknown."""
-    for observation in (before, after):
-        if observation.version is None:
-            return None, observation.problem
-    if before.version != after.version:
-        return None, f"changed from {before.version} to {after.version} during the call"
-    return before.version, None
+@dataclass(frozen=True, slots=True)
+class SampledBy:
+    """The versions that can have sampled a call's tokens."""
+
+    oldest: int | None = None
+    """None: unknown, for the reason in `problem`, if anybody is to be told."""
+    newest: int | None = None
+    """As `oldest`, unless the engine got other weights during the call."""
+    problem: str | None = None
+
+
+def version_of_call(before: Observation, after: Observation) -> SampledBy:
+    """What sampled the tokens between two observations of an engine whose versions only grow."""
+    if before.version is None or after.version is None:
+        return SampledBy(problem=(before if before.version is None else after).problem)
+    if before.version > after.version:
+        return SampledBy(problem=f"fell from {before.version} to {after.version} during the call")
+    return SampledBy(before.version, after.version)
