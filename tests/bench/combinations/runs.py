@@ -48,6 +48,7 @@ def _combination(episode: str, step: str, objective: str, **settings: str) -> Co
         "credit.step": step,
         "credit.gamma": "0.95" if step == "none" else "0.9",
         "credit.scale_by_std": "true",
+        "rollout.max_staleness": "0",
         "learner.objective": objective,
     }
     changes = [f"{key}={value}" for key, value in {**named, **settings}.items()]
@@ -58,6 +59,9 @@ COMBINATIONS: Mapping[str, Combination] = {
     "grpo-ppo": _combination("grpo", "none", "ppo"),
     "gigpo-ppo": _combination("none", "gigpo", "ppo"),
     "loo_to_go-ppo": _combination("none", "leave_one_out_to_go", "ppo"),
+    # What episode terms credit is not discounted: as they are, but for telling steps apart.
+    "gigpo_whole-ppo": _combination("none", "gigpo", "ppo", **{"credit.gamma": "1"}),
+    "loo_to_go_whole-ppo": _combination("none", "leave_one_out_to_go", "ppo", **{"credit.gamma": "1"}),
     "rloo-dapo": _combination("rloo", "none", "dapo"),
     # A call is two tokens long: bounds for whole sequences of text would stop at once.
     "rloo-gspo": _combination(
