@@ -19,7 +19,7 @@ demo: $(STAMP)
 	$(BIN)/spangrad demo $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 $(TEST_ARGS)
 
 conformance: $(STAMP)
 	bash scripts/conformance.sh $(ENDS)

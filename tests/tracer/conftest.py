@@ -1,5 +1,7 @@
 import asyncio
+import gc
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +26,15 @@ def model() -> Iterator[ModelServer]:
 def hub() -> Iterator[HubServer]:
     with hub_server() as server:
         yield server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leftovers_of_clients() -> Iterator[None]:
+    """Collect the sockets that clients leave open, LiteLLM's for one: no later test is to blame for them."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
