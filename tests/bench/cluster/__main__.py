@@ -9,6 +9,7 @@ from typing import Final
 from tests.bench.cluster import page
 from tests.bench.cluster.costs import measured
 from tests.bench.cluster.model import Cluster, Costs, Model
+from tests.bench.marked import filled
 
 FOLDER: Final = Path(__file__).parent
 COSTS: Final = FOLDER / "costs.json"
@@ -41,7 +42,7 @@ def main() -> None:
         COSTS.write_text(json.dumps(dataclasses.asdict(costs), indent=2) + "\n")
         readme = FOLDER / "README.md"
         parts = {"costs": page.costs_told(costs), "results": page.table(results)}
-        readme.write_text(page.filled(readme.read_text(), parts))
+        readme.write_text(filled(readme.read_text(), parts))
         (FOLDER / "saturation.svg").write_text(page.svg(results))
 
 

@@ -50,21 +50,6 @@ def costs_told(costs: Costs) -> str:
     return "\n".join([*lines, *(f"| {what} | {seconds * 1e3:.2f} | `{by}` |" for what, seconds, by in rows)])
 
 
-def filled(page: str, parts: Mapping[str, str]) -> str:
-    """The page with the parts put between its markers.
-
-    Raises:
-        ValueError: The markers of a part are not there once.
-    """
-    for name, text in parts.items():
-        head, found, rest = page.partition(f"<!-- {name}: begin -->\n")
-        _, end, tail = rest.partition(f"<!-- {name}: end -->")
-        if not found or not end:
-            raise ValueError(f"the page has no part {name!r}: `<!-- {name}: begin -->` ... `end`")
-        page = f"{head}{found}{text}\n{end}{tail}"
-    return page
-
-
 def svg(results: Results) -> str:
     """How busy each part is over the number of agents, a panel for each scenario."""
     width = _LEFT + len(results) * (_WIDTH + _GAP)

@@ -15,8 +15,9 @@ import sys
 import time
 from pathlib import Path
 
-from tests.bench.combinations.page import by_kind, filled, svg, table
+from tests.bench.combinations.page import by_kind, svg, table
 from tests.bench.combinations.runs import COMBINATIONS, is_done, read_runs, run
+from tests.bench.marked import filled
 
 EXAMPLE = "examples/05_frozen_lake"
 OUT = Path(".spangrad/bench/combinations")
@@ -49,7 +50,7 @@ def main() -> int:
     print(table(runs))
     if options.write:
         readme = Path(options.example) / "README.md"
-        readme.write_text(filled(readme.read_text(), table(runs)))
+        readme.write_text(filled(readme.read_text(), {"combinations": table(runs)}))
         (Path(options.example) / "combinations.svg").write_text(svg(runs))
     kinds = by_kind(runs)
     print(

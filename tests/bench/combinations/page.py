@@ -1,7 +1,6 @@
 """Table and picture of finished runs: mean over seeds, and their range."""
 
 import html
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -91,19 +90,6 @@ def by_kind(runs: Runs) -> dict[str, float]:
             if points := curve(runs, name, how, longest):
                 found["step" if combination.has_steps else "episode"] += points[max(points)]
     return {kind: sum(values) / len(values) for kind, values in found.items()}
-
-
-def filled(page: str, text: str) -> str:
-    """The page with the text between its markers.
-
-    Raises:
-        ValueError: The markers are not there once.
-    """
-    pattern = r"(<!-- combinations: begin[^\n]*-->\n).*?(<!-- combinations: end -->)"
-    new, count = re.subn(pattern, lambda found: f"{found[1]}{text}\n{found[2]}", page, flags=re.DOTALL)
-    if count != 1:
-        raise ValueError(f"there are {count} pairs of `<!-- combinations: ... -->` markers, expected 1")
-    return new
 
 
 _PANEL, _HIGH, _GAP, _LEFT, _TOP = 270, 210, 22, 48, 96

@@ -8,7 +8,7 @@ from spangrad.store.file_store import FileStore
 from spangrad.store.records import Reward, Rollout
 from spangrad.trainer.demo import DemoOptions, prepare
 from spangrad.trainer.policies.warm_start import cache_name
-from tests.bench.combinations.page import by_kind, curve, filled, lengths, svg, table
+from tests.bench.combinations.page import by_kind, curve, lengths, svg, table
 from tests.bench.combinations.runs import COMBINATIONS, is_done, points_of, read_runs
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "05_frozen_lake"
@@ -124,12 +124,3 @@ def test_a_finished_run_is_not_run_again(tmp_path):
     (tmp_path / "grpo-ppo-1.part").write_text("{")
     assert is_done(tmp_path, "grpo-ppo", 0) and not is_done(tmp_path, "grpo-ppo", 1)
     assert read_runs(tmp_path) == [RUNS[0]]
-
-
-def test_page_keeps_what_is_around_its_markers():
-    page = (EXAMPLE / "README.md").read_text()
-    new = filled(filled(page, "once"), "twice")
-    assert new.split("<!-- combinations: begin")[0] == page.split("<!-- combinations: begin")[0]
-    assert "twice" in new and "once\n" not in new
-    with pytest.raises(ValueError, match="0 pairs"):
-        filled("nothing", "text")

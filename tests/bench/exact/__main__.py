@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tests.bench.exact.mdps import MDPS
 from tests.bench.exact.measure import measure
-from tests.bench.exact.page import filled, svg, tables
+from tests.bench.exact.page import svg, tables
+from tests.bench.marked import filled
 
 FOLDER = Path(__file__).resolve().parents[3] / "credit"
 
