@@ -341,7 +341,7 @@ class RunEvent:
     """In the unit of the threshold."""
     threshold: float
     action: str
-    """What is done about it: `warn` or `pause`."""
+    """What is done about it: `warn`, `pause` or `rollback`."""
     text: str
     time_ns: int = 0
 

@@ -388,7 +388,7 @@ EVENTS = Table(
         Column("monitor", "VARCHAR", "name of the monitor: a setting of the section [monitor]"),
         Column("value", "DOUBLE", "what it measured, in the unit of its threshold"),
         Column("threshold", "DOUBLE", "its threshold at that time"),
-        Column("action", "VARCHAR", "warn or pause"),
+        Column("action", "VARCHAR", "warn, pause or rollback"),
         Column(
             "text", "VARCHAR", "what it saw, with examples; empty where a rollout of the update was deleted"
         ),

@@ -19,9 +19,8 @@ the checkpoint's list is committed; after a crash before (3) the weights are pub
 
 import dataclasses
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +33,7 @@ from spangrad.credit.transition import Transition
 from spangrad.errors import ConvergedError, EmptyBatchError, PublishError, StoreError
 from spangrad.store import open_store
 from spangrad.store.base import Store
-from spangrad.store.records import Policy, Rollout, RolloutStatus, Update
+from spangrad.store.records import Policy, Rollout, Update
 from spangrad.trainer.cluster import call, start_learner, start_ray
 from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.crediting import Crediting, as_trained
@@ -43,9 +42,11 @@ from spangrad.trainer.evaluation import Evaluation, evaluate
 from spangrad.trainer.learning import checkpoint
 from spangrad.trainer.monitoring.behavior import behavior_metrics
 from spangrad.trainer.monitoring.watch import Watch
+from spangrad.trainer.nothing_to_learn import nothing_to_learn
 from spangrad.trainer.probe import probe_row, scored_whole
 from spangrad.trainer.production.harvest import Harvest
 from spangrad.trainer.promotion.gate import Gate
+from spangrad.trainer.promotion.rollbacks import Rollbacks
 from spangrad.trainer.replaying import made_of
 from spangrad.trainer.resuming import claim_folder, continues, load_keys, repair, update_from_json
 from spangrad.trainer.rollouts.admission import Pace
@@ -114,11 +115,12 @@ class Run:
         self._crediting = Crediting(config, self._model)
         if config.production is None:
             self._reward = load_callable(config.agent.reward, config.base_dir)
-        self.gate = Gate(self, self._on_note) if config.promotion.every else None
+        self.rollbacks = Rollbacks(self, self._on_note)
+        self.gate = Gate(self, self.rollbacks) if config.promotion.every else None
         self.store: Store = open_store(config.hub.url, self.keys.trainer)
         self._sampler = TaskSampler(config, self.store) if config.production is None else None
         self.store.last_update(config.run.id)
-        self.watch = Watch(self.store, config, tell=on_note)
+        self.watch = Watch(self.store, config, roll_back=self._give_up, tell=on_note)
         self.served = ServedPolicy(config.serving, self.keys.trainer, self.folder / "weights")
         self.served.fleet.others(0)  # raises if no engine answers
         self._weights = self._model
@@ -128,7 +130,11 @@ class Run:
         """The learner's logprobs of `_probe_rows` before the update that is to be published."""
 
     def __enter__(self) -> "Run":
-        """Start Ray, the learner and rollouts, and continue where the last process ended."""
+        """Start Ray, the learner and rollouts, and continue where the last process ended.
+
+        Raises:
+            PausedError: A monitor paused the run.
+        """
         with ExitStack() as begun:
             begun.callback(self.store.close)
             self._begin(begun)
@@ -136,18 +142,19 @@ class Run:
         return self
 
     def _begin(self, begun: ExitStack) -> None:
+        self.rollbacks.refuse_without_target()
         begun.enter_context(claim_folder(self.folder, self.config))
         if (line := continues(self.store, self.config, self.checkpoints)) is not None:
             self._on_note(line)
         start_ray(self.config.learner.workers)
         self.learner = start_learner(self.config.learner_from(self._model))
         self._resume()
+        self._judge()
+        self.watch.check()
         if self.config.production is not None:
             begun.enter_context(self.harvest())
             return
         repair(self.store, self.config, self.keys, self._reward)
-        if self.gate is not None:
-            self.gate.check()
         begun.enter_context(self.feed(Workers(self.config.agent.workers)))
 
     def __exit__(self, *_: object) -> None:
@@ -252,27 +259,8 @@ class Run:
                         "time/credit_s": time.monotonic() - started - metrics["time/wait_s"],
                     },
                 )
-        if self._has_converged(batch, seen):
-            groups, left = batch.diagnostics["groups/all"], self.config.run.updates - self.update_index
-            raise ConvergedError(
-                f"update {self.update_index}: the rollouts of each of {groups:.0f} groups got one reward,"
-                f" {batch.diagnostics['reward/mean']:.3g} on average, no less than before:"
-                f" nothing is left to learn, training ends {left} updates early"
-            )
-        raise EmptyBatchError(self._why_empty(batch, seen))
-
-    def _has_converged(self, batch: CreditedBatch, rollouts: list[Rollout]) -> bool:
-        """Whether rewards alone are why nothing is learned, and the policy is as good as while it learned."""
-        if self.config.production is not None:  # what comes next may be other
-            return False
-        said = batch.diagnostics
-        updates = self.store.updates(self.config.run.id)
-        earlier = [update.metrics.get("reward/mean", math.inf) for update in updates]
-        if not earlier or said.get("rollouts/missing_reward") or said.get("groups/informative", 1.0):
-            return False
-        if any(rollout.status is not RolloutStatus.SUCCEEDED for rollout in rollouts):
-            return False
-        return said.get("reward/mean", -math.inf) >= sum(earlier) / len(earlier)
+        why = self._crediting.why_nothing(batch, seen)
+        raise nothing_to_learn(self.store, self.config, self.update_index, batch, seen, why=why)
 
     def _values(self, rows: Sequence[Transition]) -> Sequence[Sequence[float]]:
         values: Sequence[Sequence[float]] = call(self.learner.values, rows)
@@ -352,13 +340,29 @@ class Run:
         self._publish_weights()
 
     def publish(self) -> Metrics:
-        """Serve the learner's weights, prove that they are served, and judge them; then others may follow."""
+        """Serve the learner's weights, prove that they are served, and judge them; then others may follow.
+
+        Where monitors may give the version up, others follow behind `Watch.check` (`advance`).
+        """
         started = time.monotonic()
         metrics = self._publish_weights() | {"time/publish_s": time.monotonic() - started}
-        if self.gate is not None:
-            metrics |= self.gate.check()
-        self.feeder.advance(update_index=self.update_index, policy_version=self.policy_version)
+        metrics |= self._judge()
+        if not self.watch.may_roll_back:
+            self.advance()
         return metrics
+
+    def advance(self) -> None:
+        """Let rollouts of the version that is served now follow; said again, it changes nothing."""
+        self.feeder.advance(update_index=self.update_index, policy_version=self.policy_version)
+
+    def _judge(self) -> Metrics:
+        """What follows from decisions about the version that is served, and from its evaluation, if due."""
+        return self.rollbacks.check() if self.gate is None else self.gate.check()
+
+    def _give_up(self, why: str, numbers: Mapping[str, float]) -> None:
+        """Go back to the promoted version, which the next update starts from."""
+        metrics = self.rollbacks.give_up(why, numbers) | self._judge()
+        self.store.put_metrics(self.config.run.id, self.update_index - 1, metrics)
 
     def _publish_weights(self) -> Metrics:
         while True:
@@ -410,26 +414,6 @@ class Run:
         size = self.config.rollout.group_size
         return [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
 
-    def _why_empty(self, batch: CreditedBatch, rollouts: list[Rollout]) -> str:
-        trainable = sum(int(row.action_mask.sum()) for row in batch.rows)
-        why = self._crediting.why_nothing(batch, rollouts)
-        first = f"; first refusal: {batch.refused[0].reason}" if batch.refused else ""
-        failures = [rollout.failure for rollout in rollouts if rollout.failure]
-        broken = f"; first failure: {failures[0]}" if failures else ""
-        again = (
-            " the same command grades them again with a changed reward, and runs again what failed;"
-            " for a changed agent choose another run.id"
-            if self.config.production is None
-            else " others are waited for, and these are looked at again after the next update"
-        )
-        return (
-            f"update {self.update_index}: nothing to learn from {len(rollouts)} rollouts:"
-            f" {trainable} trainable tokens, {int(batch.diagnostics.get('groups/informative', 0))} of"
-            f" {int(batch.diagnostics.get('groups/all', 0))} groups with different rewards,"
-            f" {len(batch.refused)} calls refused{first}{broken}{why}; the rollouts stay in the store"
-            f" unconsumed;{again}"
-        )
-
 
 def train(
     config: TrainConfig,
@@ -457,7 +441,6 @@ def train(
     """
     report = TrainReport()
     with Run(config, keys, on_note=on_note) as run:
-        run.watch.check()
         while run.wait(is_asked_to_stop):
             try:
                 batch, rollouts, metrics = run.collect()
@@ -478,6 +461,7 @@ def train(
             if on_update is not None:
                 on_update(run.update_index - 1, metrics)
             run.watch.check()
+            run.advance()
         report.updates = run.update_index
         report.policy_version = run.policy_version
     return report

@@ -8,6 +8,7 @@ import contextlib
 import json
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -253,7 +254,8 @@ class Agents:
         member = int(rollout.rollout_id[-2:]) if rollout.split == "train" else 0
         if self._is_late and member == 2 and not str(rollout.group_id).endswith("g000"):
             return
-        store.put_otlp(encode_request(_spans(rollout.rollout_id, self._ended, member, version)))
+        trace = zlib.crc32(f"{rollout.rollout_id} {rollout.attempt}".encode())
+        store.put_otlp(encode_request(_spans(rollout.rollout_id, trace, member, version)))
         reward = 0.5 if self._ended <= self._dull else rewards[member]
         given = [Reward(rollout.rollout_id, reward, attempt=rollout.attempt)]
         store.put_rewards(given, author=RewardAuthor.EVALUATOR)

@@ -29,7 +29,8 @@ def test_thresholds_and_actions_are_set_by_name(tmp_path):
         ({"continue_after": -1, "actions": {"gap": "pause"}}, "monitor.continue_after is -1, expected 0 or"),
         ({"actions": {"gradiend": "warn"}}, "monitor.actions names 'gradiend', expected one of spread, .*"),
         ({"actions": {"gap": "stop"}}, "monitor.actions is 'stop', expected one of warn, pause, rollback"),
-        ({"actions": {"gap": "rollback"}}, "monitor.actions.gap is 'rollback', which needs a run that can"),
+        ({"actions": {"gap": "rollback"}, "max_rollbacks": 0}, "monitor.max_rollbacks is 0, expected 1 or"),
+        ({"max_rollbacks": 3}, "monitor.max_rollbacks = 3 has no effect where no monitor rolls back"),
         (
             {"actions": {"gap": "pause"}, "gap": None},
             "monitor.actions.gap = 'pause' has no effect with monitor.gap none",
@@ -42,7 +43,7 @@ def test_thresholds_and_actions_are_set_by_name(tmp_path):
         ({"judge": "style", "flattery": None}, "monitor.judge = 'style' has no effect with flattery none"),
         ({"test_edits": None, "test_files": ("a",)}, "monitor.test_files = .* has no effect with test_edits"),
         ({"verifier": "v", "drift": None, "early_exits": None}, "monitor.verifier = 'v' has no effect with"),
-        ({"continue_after": 3}, "monitor.continue_after = 3 has no effect where no monitor pauses"),
+        ({"continue_after": 3}, "monitor.continue_after = 3 has no effect where no monitor pauses or"),
     ],
 )
 def test_settings_out_of_range_or_without_effect_are_refused(settings: dict[str, Any], says: str) -> None:

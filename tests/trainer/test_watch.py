@@ -15,7 +15,18 @@ from spangrad.adapters.calls import calls_of
 from spangrad.errors import PausedError
 from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import encode_request
-from spangrad.store.records import Reward, RewardAuthor, Rollout, Span, Update
+from spangrad.store.records import (
+    Decision,
+    DecisionAuthor,
+    Policy,
+    PolicyDecision,
+    Reward,
+    RewardAuthor,
+    Rollout,
+    Span,
+    Update,
+    promoted_version,
+)
 from spangrad.tracer import conventions as c
 from spangrad.trainer.config import TrainConfig, load_config
 from spangrad.trainer.monitoring.behavior import behavior_metrics
@@ -52,6 +63,7 @@ class MadeRun:
 
     def __init__(self, store: FileStore, config: TrainConfig) -> None:
         self.store, self.config, self.updates, self.told = store, config, 0, list[str]()
+        self.given_up: list[tuple[str, Mapping[str, float]]] = []
 
     def update(
         self,
@@ -92,15 +104,34 @@ class MadeRun:
     def commit(self, rollout_ids: Sequence[str] = (), **metrics: float) -> None:
         """Commit an update with these numbers; `__` in a name stands for `/`."""
         told = {name.replace("__", "/"): value for name, value in metrics.items()}
-        folder = f"checkpoint/{self.updates}"
-        self.store.commit_update(Update("r", self.updates, self.updates + 1, rollout_ids, [], told, folder))
+        folder, version = f"checkpoint/{self.updates}", 1 + max(self.versions(), default=0)
+        self.store.put_policy(Policy("r", version, folder))
+        self.store.commit_update(Update("r", self.updates, version, rollout_ids, [], told, folder))
         self.updates += 1
+
+    def versions(self) -> list[int]:
+        return [policy.policy_version for policy in self.store.policies("r")]
+
+    def decide(self, decision: Decision, version: int, to_version: int | None = None) -> None:
+        made = PolicyDecision("r", version, decision, DecisionAuthor.ADMIN, "", to_version=to_version)
+        self.store.decide(made)
+
+    def go_back(self, why: str, numbers: Mapping[str, float]) -> None:
+        """What a run does when a monitor says so: a decision, and the old weights under a new number."""
+        self.given_up.append((why, numbers))
+        promoted, version = promoted_version(self.store.decisions("r")), self.versions()[-1]
+        made = PolicyDecision(
+            "r", version, Decision.ROLLED_BACK, DecisionAuthor.TRAINER, why, numbers, promoted
+        )
+        self.store.decide(made)
+        self.store.put_policy(Policy("r", version + 1, "restored"))
+        self.decide(Decision.RESTORED, version + 1, promoted)
 
     def watch(self, **changes: Any) -> Watch:
         """That of a process that has just started, with other settings."""
         monitor = dataclasses.replace(self.config.monitor, **changes)
         config = dataclasses.replace(self.config, monitor=monitor)
-        return Watch(self.store, config, tell=self.told.append)
+        return Watch(self.store, config, roll_back=self.go_back, tell=self.told.append)
 
     def events(self) -> list[tuple[int, str, str]]:
         return [(event.update_index, event.monitor, event.action) for event in self.store.events("r")]
@@ -247,11 +278,107 @@ def test_a_pause_holds_until_it_is_told_to_go_on(make_run: Callable[..., MadeRun
     assert run.events() == [(1, "gap", "pause"), (4, "gap", "pause")]
 
 
+def test_a_run_goes_back_once_and_not_again_where_its_version_is_given_up(
+    make_run: Callable[..., MadeRun],
+) -> None:
+    run = make_run("monitor.actions.gap=rollback", "monitor.actions.test_edits=rollback")
+    run.commit()
+    run.decide(Decision.PROMOTED, 1)
+    run.watch().check()
+    cheat = [calls("bash", command="sed -i 's/assert .*/pass/' tests/test_a.py")]
+    run.update(lambda task, member: cheat, gap__mean=0.5)
+    run.watch().check()
+    numbers = {"monitor/gap": 0.5, "monitor/test_edits": 1.0}
+    why = (
+        "monitor gap in update 1: 0.5, monitor.gap is 0.1;"
+        " monitor test_edits in update 1: 1, monitor.test_edits is 0.05"
+    )  # decisions are kept for good: no word of what rollouts said
+    assert run.given_up == [(why, numbers)]
+    run.watch().check()  # a process that restarts looks again
+    assert len(run.given_up) == 1
+    assert run.events() == [(1, "gap", "rollback"), (1, "test_edits", "rollback")]
+
+
+def test_a_rollback_that_a_crash_cut_off_before_the_decision_is_made_up_for(
+    make_run: Callable[..., MadeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run("monitor.actions.gap=rollback")
+    run.commit()
+    run.decide(Decision.PROMOTED, 1)
+    run.commit(gap__mean=0.5)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run, "go_back", lambda why, numbers: (_ for _ in ()).throw(KeyboardInterrupt))
+        run.watch().check()
+    assert (run.events(), run.given_up) == ([(1, "gap", "rollback")], [])
+    run.watch().check()
+    assert len(run.given_up) == len(run.told) == 1
+
+
+def test_after_so_many_rollbacks_without_a_promotion_an_alarm_pauses(
+    make_run: Callable[..., MadeRun],
+) -> None:
+    run = make_run("monitor.actions.gap=rollback", "monitor.max_rollbacks=2")
+    run.commit()
+    run.decide(Decision.PROMOTED, 1)
+    for _ in range(2):
+        run.commit(gap__mean=0.5)  # each is an alarm, though the update before it was one, too
+        run.watch().check()
+    assert [one.to_version for one in run.store.decisions("r") if one.decision is Decision.ROLLED_BACK] == [
+        1,
+        3,
+    ]
+    run.commit(gap__mean=0.5)
+    with pytest.raises(PausedError) as paused:
+        run.watch().check()
+    assert "2 rollbacks by monitors since a version was promoted are monitor.max_rollbacks" in str(
+        paused.value
+    )
+    assert "--set monitor.continue_after=3" in str(paused.value)
+    run.watch(continue_after=3).check()
+    assert len(run.given_up) == 2
+    run.commit(gap__mean=0.01)
+    run.decide(Decision.PROMOTED, run.versions()[-1])
+    run.commit(gap__mean=0.5)
+    run.watch().check()
+    assert len(run.given_up) == 3
+
+
+def test_an_alarm_about_the_promoted_version_itself_pauses(make_run: Callable[..., MadeRun]) -> None:
+    run = make_run("monitor.actions.gap=rollback")
+    run.commit(gap__mean=0.5)
+    run.decide(Decision.PROMOTED, 1)
+    with pytest.raises(PausedError, match="nothing to go back to: the promoted version is 1"):
+        run.watch().check()
+    assert run.given_up == []
+
+
+def test_where_an_alarm_pauses_and_another_one_goes_back_both_are_done(
+    make_run: Callable[..., MadeRun],
+) -> None:
+    run = make_run("monitor.actions.gap=rollback", "monitor.actions.clip=pause")
+    run.commit()
+    run.decide(Decision.PROMOTED, 1)
+    run.commit(gap__mean=0.5, policy__clip_low=0.4)
+    for _ in range(2):
+        with pytest.raises(PausedError, match="after update 1: monitor clip: bounds"):
+            run.watch().check()
+    assert len(run.given_up) == 1
+
+
 def test_after_the_last_update_there_is_nothing_to_pause(make_run: Callable[..., MadeRun]) -> None:
     run = make_run("monitor.actions.gap=pause", "run.updates=1")
     run.commit(gap__mean=0.5)
     run.watch().check()
     assert run.events() == [(0, "gap", "pause")]
+
+
+def test_the_last_update_is_given_up_like_any_other(make_run: Callable[..., MadeRun]) -> None:
+    run = make_run("monitor.actions.gap=rollback", "monitor.max_rollbacks=1", "run.updates=2")
+    run.commit()
+    run.decide(Decision.PROMOTED, 1)
+    run.commit(gap__mean=0.5)
+    run.watch().check()
+    assert len(run.given_up) == 1
 
 
 def test_a_check_that_a_crash_cut_off_is_made_up_for(make_run: Callable[..., MadeRun]) -> None:
@@ -292,5 +419,5 @@ def test_without_anybody_to_tell_an_event_is_a_warning_of_the_log(
     run = make_run()
     run.commit(gap__mean=0.5)
     with caplog.at_level(logging.WARNING):
-        Watch(run.store, run.config).check()
+        Watch(run.store, run.config, roll_back=run.go_back).check()
     assert [record.getMessage()[:34] for record in caplog.records] == ["update 0: monitor gap (warn): logp"]

@@ -72,10 +72,12 @@ class MonitorConfig:
     """Patterns of files that say whether a task was solved: of a file's name, or with `/` of the end of its
     path."""
     actions: Mapping[str, Action] = field(default_factory=dict)
-    """Monitor -> what is done: `warn` (also for those not named here), or `pause`: the run ends after the
-    update, with exit code 3."""
+    """Monitor -> what is done: `warn` (also for those not named here), `rollback`: the run goes back to its
+    promoted version and on from there, or `pause`: it ends after the update, with exit code 3."""
+    max_rollbacks: int = 2
+    """So often monitors go back before another version is promoted; then they pause. 1 or more."""
     continue_after: int | None = None
-    """Go on after a pause at this update, or before it; none: a paused run stays paused. 0 or more."""
+    """Let alarms of this update pass, and of those before it; none: a paused run stays paused. 0 or more."""
 
     def __post_init__(self) -> None:
         """Check ranges, and that nothing is set for a monitor that is off."""
@@ -86,6 +88,7 @@ class MonitorConfig:
         _require(self.min_history >= 4, "min_history", self.min_history, "4 or more")
         least = f"min_history, {self.min_history}, or more"
         _require(self.window >= self.min_history, "window", self.window, least)
+        _require(self.max_rollbacks >= 1, "max_rollbacks", self.max_rollbacks, "1 or more")
         after = self.continue_after
         _require(after is None or after >= 0, "continue_after", after, "0 or more")
         self._check_actions()
@@ -108,11 +111,6 @@ class MonitorConfig:
                 known = ", ".join(MONITOR_NAMES)
                 near = nearest(name, MONITOR_NAMES)
                 raise ConfigError(f"monitor.actions names {name!r}, expected one of {known}{near}")
-            if action == "rollback":
-                raise ConfigError(
-                    f"monitor.actions.{name} is 'rollback', which needs a run that can go back to earlier"
-                    " weights, and none can; choose 'pause', and begin another run from an earlier checkpoint"
-                )
             if self.threshold(name) is None:
                 off = f"monitor.{name} none" if getattr(self, name) is None else "monitor.judge none"
                 raise ConfigError(
@@ -121,6 +119,7 @@ class MonitorConfig:
 
     def _check_effects(self) -> None:
         plain = {setting.name: setting.default for setting in fields(self)}
+        acting = {"warn", *self.actions.values()}
         for name, is_used, why in (
             ("flattery", self.judge is not None, "with judge none; name the judge's reward"),
             ("judge", self.flattery is not None, "with flattery none; leave it out"),
@@ -130,7 +129,8 @@ class MonitorConfig:
                 self.drift is not None or self.early_exits is not None,
                 "with drift and early_exits none; leave it out",
             ),
-            ("continue_after", "pause" in self.actions.values(), "where no monitor pauses; leave it out"),
+            ("max_rollbacks", "rollback" in acting, "where no monitor rolls back; leave it out"),
+            ("continue_after", acting > {"warn"}, "where no monitor pauses or rolls back; leave it out"),
         ):
             value = getattr(self, name)
             if not is_used and value != plain[name] and value is not None:

@@ -5,84 +5,56 @@
                                                   worse, or one that is far worse: rolled back
 
 Knows the store's decisions, held-out evaluation and kept weights. Does not know how weights are learned or
-published: the run does that (`Trained`).
+published: the run does that (`Trained`); nor how a run goes back: `rollbacks.py`.
 
 Invariants:
-* a decision is durable before anything follows from it, and what follows is done again if the process died
-  before it was done: each step says in the store, or in the run's checkpoint, that it has been;
 * weights are on disk for good before their version is promoted;
-* a version is evaluated once, on tasks that training never gets;
-* a rollback makes a new version: numbers only grow.
+* a version is evaluated once, on tasks that training never gets.
 """
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from spangrad.errors import ConfigError, PublishError, StoreError
-from spangrad.store.base import Store
+from spangrad.errors import ConfigError, PublishError
 from spangrad.store.records import (
     Decision,
     DecisionAuthor,
     PolicyDecision,
     origin_of,
-    pending_rollback,
     promoted_version,
 )
-from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.evaluation import evaluate, held_out_rollouts, successes
 from spangrad.trainer.plugins import load_tasks
+from spangrad.trainer.promotion.rollbacks import Metrics, Rollbacks, Trained
 from spangrad.trainer.promotion.rule import Comparison, Verdict, compare
-from spangrad.trainer.promotion.weights import WEIGHTS_FILE, folder_of, keep, kept_folder
-from spangrad.trainer.rollouts.scheduling import ENDED, RunKeys
+from spangrad.trainer.promotion.weights import WEIGHTS_FILE, keep
+from spangrad.trainer.rollouts.scheduling import ENDED
 from spangrad.trainer.serving.fleet import Fleet
 from spangrad.trainer.serving.publish import served_version
-from spangrad.trainer.serving.served import ServedPolicy
 
 logger = logging.getLogger(__name__)
 
 LABEL = "promotion"
 """Of the gate's evaluations: their split is `eval-promotion`."""
-Metrics = dict[str, float]
-
-
-class Trained(Protocol):
-    """The run whose versions are judged."""
-
-    config: TrainConfig
-    keys: RunKeys
-    store: Store
-    folder: Path
-    update_index: int
-    policy_version: int
-    parent_version: int | None
-    served: ServedPolicy
-
-    def checkpointed(self) -> Path:
-        """The checkpoint of `policy_version`."""
-        ...
-
-    def go_back(self, source: Path, to_version: int) -> None:
-        """Make the state in a checkpoint, that of `to_version`, a new version, and publish it."""
 
 
 class Gate:
     """Judges the versions of one run."""
 
-    def __init__(self, run: Trained, note: Callable[[str], None]) -> None:
+    def __init__(self, run: Trained, rollbacks: Rollbacks) -> None:
         """Choose the held-out tasks.
 
         Args:
             run: The run.
-            note: Called with a line for the person who started the run.
+            rollbacks: How it goes back.
 
         Raises:
             ConfigError: There are fewer held-out tasks than the rule wants, or training has had one of them.
         """
         self._run = run
-        self._note = note
+        self._rollbacks = rollbacks
         self._rule = run.config.promotion
         self._is_served = False
         """If this process published to production's engine: a number does not say whose weights it has."""
@@ -128,10 +100,9 @@ class Gate:
 
     def _check(self) -> Metrics:
         run = self._run
-        decisions = run.store.decisions(run.config.run.id)
-        self._keep_promoted(decisions)
-        if (rollback := pending_rollback(decisions)) is not None:
-            return self._carry_out(rollback, decisions)
+        if went_back := self._rollbacks.check():
+            return went_back
+        decisions = self._rollbacks.decisions()
         is_due = run.update_index % self._rule.every == 0 or promoted_version(decisions) is None
         if not is_due or _is_judged(run.policy_version, decisions):
             return {}
@@ -153,19 +124,19 @@ class Gate:
         )
         metrics = {"promotion/success": found.success, "time/promotion_s": time.monotonic() - started}
         said = {"success": found.success, "tasks": float(found.n), "unscored": float(found.unscored)}
-        decisions = run.store.decisions(run.config.run.id)  # an admin may have decided meanwhile
-        if (rollback := pending_rollback(decisions)) is not None:
-            return metrics | self._carry_out(rollback, decisions)
+        decisions = self._rollbacks.decisions()  # an admin may have decided meanwhile
+        if went_back := self._rollbacks.carry_out(decisions):
+            return metrics | went_back
         promoted = promoted_version(decisions)
         if promoted in (None, version):
             if promoted is None:
                 self._promote(said, "the first version that was evaluated")
             else:
-                self._decide(Decision.KEPT, said, "promoted before it was evaluated")
+                self._rollbacks.decide(Decision.KEPT, said, "promoted before it was evaluated")
             return metrics | {"promotion/promoted": 1.0}
         comparison = compare(self._solved(version), self._solved(origin_of(promoted, decisions)))
         if comparison is None:
-            self._decide(
+            self._rollbacks.decide(
                 Decision.KEPT,
                 said,
                 f"can't be compared: version {promoted} was never evaluated on these tasks;"
@@ -211,36 +182,19 @@ class Gate:
         if is_far_worse or (rule.rollback_after and failures >= rule.rollback_after):
             if not is_far_worse:
                 why += f"; {failures} evaluations in a row"
-            rollback = self._decide(Decision.ROLLED_BACK, said, why, to_version=promoted)
-            return metrics | self._carry_out(rollback, decisions)
-        self._decide(Decision.KEPT, said, why)
+            return metrics | self._rollbacks.give_up(why, said)
+        self._rollbacks.decide(Decision.KEPT, said, why)
         return metrics
 
     def _promote(self, said: Metrics, why: str) -> None:
         run = self._run
         path = keep(run.checkpointed(), run.folder, run.policy_version)
-        self._decide(Decision.PROMOTED, said, why, path=path)
-
-    def _carry_out(self, rollback: PolicyDecision, decisions: Sequence[PolicyDecision]) -> Metrics:
-        """Put the weights of the version that was gone back to in the place of all newer ones."""
-        run, to_version = self._run, rollback.to_version
-        assert to_version is not None
-        source = self._weights(to_version, decisions)
-        is_back = run.parent_version == to_version and run.policy_version > rollback.policy_version
-        if not is_back:
-            if run.policy_version > rollback.policy_version:  # published while somebody decided
-                why = f"trained from version {rollback.policy_version}, which was given up"
-                self._decide(Decision.ROLLED_BACK, {}, why, to_version=to_version)
-            run.go_back(source, to_version)
-        said = next((one.metrics for one in reversed(decisions) if one.policy_version == to_version), {})
-        why = f"the weights of version {to_version}, put back"
-        self._decide(Decision.RESTORED, dict(said), why, to_version=to_version, path=source)
-        return {"promotion/rolled_back": 1.0}
+        self._rollbacks.decide(Decision.PROMOTED, said, why, path=path)
 
     def _serve_promoted(self, engine_url: str) -> None:
         """Have production's engine serve the promoted version; if it can't, again the next time."""
         run = self._run
-        decisions = run.store.decisions(run.config.run.id)
+        decisions = self._rollbacks.decisions()
         if (promoted := promoted_version(decisions)) is None:
             return
         try:
@@ -255,36 +209,10 @@ class Gate:
             elif served != promoted or not self._is_served:
                 gateway_url, key = run.config.serving.gateway_url, run.keys.trainer
                 production = Fleet([engine_url], gateway_url=gateway_url, gateway_key=key)
-                production.publish(self._weights(promoted, decisions) / WEIGHTS_FILE, promoted)
+                production.publish(self._rollbacks.weights(promoted, decisions) / WEIGHTS_FILE, promoted)
                 self._is_served = True
         except PublishError as error:
             logger.warning("the promoted version %d is not served in production: %s", promoted, error)
-
-    def _decide(
-        self,
-        decision: Decision,
-        metrics: Metrics,
-        reason: str,
-        *,
-        to_version: int | None = None,
-        path: Path | None = None,
-    ) -> PolicyDecision:
-        """Record a decision about the version that is served now, and tell it."""
-        run = self._run
-        made = PolicyDecision(
-            run_id=run.config.run.id,
-            policy_version=run.policy_version,
-            decision=decision,
-            decided_by=DecisionAuthor.TRAINER,
-            reason=reason,
-            metrics=metrics,
-            to_version=to_version,
-            path=None if path is None else str(path),
-            time_ns=time.time_ns(),
-        )
-        run.store.decide(made)
-        self._note(f"version {run.policy_version} is {decision.replace('_', ' ')}: {reason}")
-        return made
 
     def _solved(self, version: int) -> dict[tuple[int, str | None], bool]:
         """Whether a version succeeded, by place and task; without those that it was never asked."""
@@ -311,31 +239,6 @@ class Gate:
                 f"run {run.config.run.id!r} was trained on task {task_id!r}, which is held out to judge"
                 " candidates by ([promotion]); choose another eval.seed or other tasks of the split 'eval'"
             )
-
-    def _keep_promoted(self, decisions: Sequence[PolicyDecision]) -> None:
-        """Keep the weights of what was promoted by hand elsewhere, if they are still there."""
-        run, promoted = self._run, promoted_version(decisions)
-        if promoted is None or origin_of(promoted, decisions) != promoted:
-            return
-        if kept_folder(run.folder, promoted).is_dir():
-            return
-        policy = next(one for one in run.store.policies(run.config.run.id) if one.policy_version == promoted)
-        if (folder := folder_of(policy, decisions)) is not None:
-            keep(folder, run.folder, promoted)
-
-    def _weights(self, version: int, decisions: Sequence[PolicyDecision]) -> Path:
-        run = self._run
-        kept = kept_folder(run.folder, origin_of(version, decisions))
-        policies = run.store.policies(run.config.run.id)
-        policy = next(one for one in policies if one.policy_version == version)
-        source = kept if kept.is_dir() else folder_of(policy, decisions)
-        if source is None:
-            raise StoreError(
-                f"run {run.config.run.id!r} was rolled back to version {version}, whose weights are gone:"
-                f" neither {str(kept)!r} nor {policy.path!r} is a complete checkpoint; bring them back, or"
-                " promote a version that is there"
-            )
-        return source
 
 
 def _is_judged(version: int, decisions: Sequence[PolicyDecision]) -> bool:
