@@ -27,6 +27,7 @@ from spangrad.trainer.learning.checkpoint import is_complete
 from spangrad.trainer.learning.learner import Learner
 from spangrad.trainer.learning.learner_config import LearnerConfig
 from spangrad.trainer.learning.selection import data_metrics, select_rows, trained_calls
+from spangrad.trainer.promotion.weights import folder_of
 from spangrad.trainer.update_metrics import Metrics, batch_metrics, checked_books, with_reasons_of_both
 
 TOLERANCE: Final = 1e-4
@@ -103,7 +104,7 @@ def replay(
         config = replace(config, learner=replace(config.learner, device=device))
     rollouts = _rollouts(store, update)
     model, version = config.start_model, update.policy_version - 1
-    learner, notes = _learner(config.learner_from(model), update)
+    learner, notes = _learner(config.learner_from(model), update, _parent(store, update))
     if learner is None and config.critic is not None:
         notes.append("its advantages rest on what the critic said, which is in that checkpoint, too")
         return Replay(update, [], notes, has_loss=False)
@@ -150,9 +151,19 @@ def _rollouts(store: Store, update: Update) -> list[Rollout]:
     return [found[name] for name in update.rollout_ids]
 
 
-def _learner(config: LearnerConfig, update: Update) -> tuple[Learner | None, list[str]]:
-    """The learner as it was before the update; None, and why, if its weights are gone."""
+def _parent(store: Store, update: Update) -> Path:
+    """Where the state before the update is: a promoted version's is kept, and stands behind a rollback."""
     parent = Path(str(update.parent))
+    if is_complete(parent):
+        return parent
+    version = update.policy_version - 1
+    known = [one for one in store.policies(update.run_id) if one.policy_version == version]
+    kept = folder_of(known[0], store.decisions(update.run_id)) if known else None
+    return kept or parent
+
+
+def _learner(config: LearnerConfig, update: Update, parent: Path) -> tuple[Learner | None, list[str]]:
+    """The learner as it was before the update; None, and why, if its weights are gone."""
     if parent == Path(config.model_path):
         return Learner(config), []
     if not is_complete(parent):

@@ -1,4 +1,4 @@
-"""Runs that go back by themselves, because monitors say so.
+"""Runs that go back by themselves: monitors that say so, and processes that are killed on the way.
 
 The logprobs of the played agents are never the learner's: the monitor `gap` sees that in every update.
 """
@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.trainer.killed_run import Moment, run_killed
 from tests.trainer.played_run import Played, PlayedServer, play, played_server, write_run
 
 from spangrad.store import open_store
 from spangrad.store.records import Decision, DecisionAuthor, PolicyDecision
 from spangrad.trainer.config import load_config
+from spangrad.trainer.replaying import replay
 
 TASKS: Sequence[dict[str, Any]] = [
     *({"task_id": f"t{i}", "split": "train", "rewards": [1.0, 0.0]} for i in range(8)),
@@ -24,6 +26,10 @@ TASKS: Sequence[dict[str, Any]] = [
 GOES_BACK = '[monitor]\nclip = "none"\nactions = {gap = "rollback"}\n'
 JUDGES = "[promotion]\nevery = 50\ntasks = 5\n"
 """The first version is promoted, and no other in these runs."""
+PUBLISHED = "spangrad.trainer.serving.served:ServedPolicy.publish"
+STORE = "spangrad.store.file_store:FileStore"
+DECIDED = f"{STORE}.decide"
+LEARNER = "spangrad.trainer.learning.learner:Learner"
 
 
 @dataclass
@@ -66,6 +72,33 @@ def decisions(played: Played) -> list[tuple[str, int, int | None]]:
 def events(played: Played) -> list[tuple[int, str, str]]:
     with open_store(played.config.hub.url) as store:
         return [(one.update_index, one.monitor, one.action) for one in store.events(played.config.run.id)]
+
+
+def outcome(played: Played) -> dict[str, Any]:
+    """All that a run leaves but times."""
+    with open_store(played.config.hub.url) as store:
+        made = store.decisions("r")
+    return {
+        "error": played.error,
+        "decisions": [(d.decision, d.policy_version, d.to_version, d.reason) for d in made],
+        "events": events(played),
+        "policies": [(p.policy_version, p.parent_version, Path(p.path).name) for p in played.policies],
+        "updates": [
+            (
+                update.update_index,
+                update.policy_version,
+                sorted(update.rollout_ids),
+                update.samples,
+                {
+                    name: value
+                    for name, value in update.metrics.items()
+                    if name.startswith(("loss/", "grad/", "policy/", "data/", "reward/"))
+                },
+            )
+            for update in played.updates
+        ],
+        "consumed": sorted((one.rollout_id, one.consumed_by) for one in played.of_split("train")),
+    }
 
 
 def test_a_run_goes_back_on_an_alarm_and_on_from_there(world: World) -> None:
@@ -145,3 +178,57 @@ def test_an_admins_rollback_needs_no_section_promotion(world: World) -> None:
     assert played.error is None
     assert decisions(played) == [("rolled_back", 2, 1), ("restored", 3, 1)]
     assert [update.policy_version for update in played.updates] == [1, 2, 4]
+
+
+def test_an_update_that_was_given_up_and_the_one_behind_a_rollback_are_made_again(world: World) -> None:
+    file = world.write(JUDGES + GOES_BACK, ("updates = 2", "updates = 3"))
+    played = play(load_config(file))
+    assert played.error is None
+    with open_store(played.config.hub.url) as store:
+        for update in played.updates:
+            found = replay(store, update)
+            assert found.has_loss and not found.notes
+            assert [check for check in found.checks if not check.is_same] == []
+
+
+MOMENTS = (
+    Moment("spangrad.trainer.promotion.weights:_link"),
+    Moment("spangrad.trainer.promotion.gate:keep"),
+    Moment(DECIDED, 1),  # promoted
+    Moment(f"{STORE}.commit_update"),
+    Moment(PUBLISHED, 2),
+    Moment(f"{STORE}.put_events"),
+    Moment(DECIDED, 2),  # rolled back
+    Moment(f"{LEARNER}.load"),
+    Moment(f"{LEARNER}.save", 3),  # of the start, of the update, of what is put back
+    Moment(PUBLISHED, 3),
+    Moment(f"{STORE}.put_policy", 3),
+    Moment(DECIDED, 3),  # restored
+    Moment(DECIDED, 4),  # rolled back once more
+    Moment(PUBLISHED, 5, "before"),
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], torch.Tensor]:
+    """What the run leaves that nobody kills, and the weights that are served then."""
+    with played_server() as server:
+        world = World(tmp_path_factory.mktemp("undisturbed"), server)
+        played = play(load_config(world.write(JUDGES + GOES_BACK)))
+        assert played.error is None
+        assert [one[0] for one in decisions(played)] == ["promoted", *("rolled_back", "restored") * 2]
+        return outcome(played), world.served()
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=str)
+def test_a_run_that_is_killed_on_its_way_forth_or_back_ends_as_if_nothing_had_been(
+    world: World, undisturbed: tuple[dict[str, Any], torch.Tensor], moment: Moment
+) -> None:
+    file = world.write(JUDGES + GOES_BACK)
+    run_killed(file, moment)
+    played = play(load_config(file))
+    expected, weights_then = undisturbed
+    found = outcome(played)
+    assert found == expected
+    assert torch.equal(world.served(), weights_then)
+    assert world.server.version == "4"
