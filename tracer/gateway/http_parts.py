@@ -133,18 +133,13 @@ def engine_failure(error: httpx.HTTPError, url: str, timeout_s: float) -> tuple[
 
 
 def is_operator(request: Request, config: GatewayConfig) -> bool:
-    """Whether a request comes from this machine or carries `Authorization: Bearer KEY` of an operator."""
-    if request.client is not None and is_loopback(request.client.host):
-        return True
-    return _has_operator_key(request, config)
+    """Whether a request carries `Authorization: Bearer KEY` of an operator; without such keys: is from here.
 
-
-def may_give_turns(request: Request, config: GatewayConfig) -> bool:
-    """Whether a request may say how many turns a rollout has: with an operator's key, if there are any.
-
-    An agent on this machine would else be one of the callers that may.
+    An agent on this machine would else be one of those that may, whatever its key.
     """
-    return _has_operator_key(request, config) if config.operator_keys else is_operator(request, config)
+    if config.operator_keys:
+        return _has_operator_key(request, config)
+    return request.client is not None and is_loopback(request.client.host)
 
 
 def _has_operator_key(request: Request, config: GatewayConfig) -> bool:

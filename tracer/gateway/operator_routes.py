@@ -1,8 +1,8 @@
 """The gateway's own routes, for the trainer and for people: health, flush, refresh, drain, swap, budgets.
 
-Invariants: whatever changes something is refused to callers that are neither on this machine
-nor hold an operator's key, and only they make the gateway ask its engines; budgets are given with such
-a key alone, if there are any; nothing here is passed on to an engine.
+Invariants: whatever changes something is refused to callers without an operator's key or, where there are
+no such keys, on other machines, and only operators make the gateway ask its engines; nothing here is passed
+on to an engine.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from spangrad.tracer.gateway.budgets import MAX_TURNS
 from spangrad.tracer.gateway.call import Services
 from spangrad.tracer.gateway.config import base_url
 from spangrad.tracer.gateway.engines import Engine, drained
-from spangrad.tracer.gateway.http_parts import error_response, is_operator, may_give_turns
+from spangrad.tracer.gateway.http_parts import error_response, is_operator
 from spangrad.tracer.gateway.raw_log import parse_json
 
 _BUDGETS: Final = '{"rollouts": [{"rollout_id": ID, "attempt": 0, "turns": 5}], "reply": TEXT or null}'
@@ -137,9 +137,8 @@ class Operator:
 
     async def budgets(self, request: Request) -> Response:
         """Give attempts of rollouts their turns; `reply` null: calls beyond them are errors."""
-        if not may_give_turns(request, self._services.config):
-            message = "turns are given by callers with an operator's key"
-            return error_response(403, "forbidden", message)
+        if not is_operator(request, self._services.config):
+            return _not_an_operator()
         body = parse_json(await request.body())
         try:
             rollouts, reply = _turns(body)
@@ -211,5 +210,7 @@ def _policy_version(engine: Engine) -> dict[str, Any]:
 
 def _not_an_operator() -> Response:
     return error_response(
-        403, "forbidden", "only callers on this machine or with an operator's key may do this"
+        403,
+        "forbidden",
+        "only callers with an operator's key may do this, or on its own machine if it has no such keys",
     )

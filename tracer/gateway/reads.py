@@ -6,6 +6,7 @@ Knows HTTP. Knows no spans and no calls.
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 from starlette.requests import Request
@@ -63,7 +64,7 @@ class Reads:
         engines: Sequence[Engine] | None = None,
     ) -> Response:
         """Ask `engines`, or all, in turn until one can be connected to and knows the response asked for."""
-        if ".." in path.split("/"):
+        if ".." in unquote(path).split("/"):  # a proxy before an engine may decode once more
             return error_response(404, "not_found", f"no path {path}")
         failures: list[str] = []
         unknown: httpx.Response | None = None
