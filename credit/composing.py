@@ -63,6 +63,9 @@ def is_informative(batch: Batch, config: "CreditConfig", step_S: Floats) -> Bool
     if config.episode == "gdpo":
         for returns_N in components(batch, config):
             differs_N |= pool_statistics(returns_N, batch.group_ids_N, ddof=0).std_X > 0
+    if config.episode == "tree_grpo":  # branches of rollouts whose returns are equal, or of a single one
+        leaves_S = EPISODE_TERMS[config.episode].estimate(batch, config) != 0.0
+        differs_N |= np.isin(batch.group_ids_N, batch.group_ids_S[leaves_S])
     if config.step == "none" or not config.step_weight:
         return differs_N
     term = BOTH_TERMS[config.step] if config.step in BOTH_TERMS else STEP_TERMS[config.step]
@@ -77,12 +80,15 @@ def is_informative(batch: Batch, config: "CreditConfig", step_S: Floats) -> Bool
 
 def composed(batch: Batch, config: "CreditConfig", step_S: Floats, is_informative_S: Bools) -> Floats:
     """Both terms together, shape (S,); without what the step term gives to groups that say nothing."""
+    counts_N = pool_statistics(batch.returns_N, batch.group_ids_N, ddof=0).count_X
+    is_lone_S = counts_N[batch.rollout_index_S] == 1
     if (both := BOTH_TERMS.get(config.step)) is not None:
-        counts_N = pool_statistics(batch.returns_N, batch.group_ids_N, ddof=0).count_X
-        is_lone_S = counts_N[batch.rollout_index_S] == 1
         alone_S = np.where(is_lone_S, both.estimate(batch, config, 0.0), 0.0)
         return np.where(is_informative_S, step_S, alone_S)
     term = EPISODE_TERMS[config.episode]
     episode = term.estimate(batch, config)
     episode_S = episode if term.is_per_step else episode[batch.rollout_index_S]
-    return episode_S + config.step_weight * np.where(is_informative_S, step_S, 0.0)
+    if config.step == "none":
+        return episode_S
+    is_counted_S = is_informative_S & (STEP_TERMS[config.step].counts_lone | ~is_lone_S)
+    return episode_S + config.step_weight * np.where(is_counted_S, step_S, 0.0)

@@ -14,6 +14,7 @@ from spangrad.credit.filtering import (
     leaves_out_lone,
 )
 from spangrad.credit.grpo import Singleton
+from spangrad.credit.lone import needs_groups
 from spangrad.credit.rewards import DEFAULT_WEIGHTS
 from spangrad.credit.scoring import check_shaping
 from spangrad.credit.settings import check_values
@@ -256,9 +257,20 @@ class CreditConfig:
         return self.step in STEP_TERMS and STEP_TERMS[self.step].counts_lone and self.step_weight > 0
 
     @property
+    def lone_terms(self) -> tuple[str, ...]:
+        """Terms that give credit to a rollout that is alone in its group."""
+        episode = EPISODE_TERMS[self.episode].counts_lone or self.singleton == "raw"
+        return (*((self.episode,) if episode else ()), *((self.step,) if self._steps_count_lone else ()))
+
+    @property
     def counts_lone(self) -> bool:
         """Whether a rollout that is alone in its group can get credit."""
-        return self.episode in _UNGROUPED or self.singleton == "raw" or self._steps_count_lone
+        return bool(self.lone_terms)
+
+    @property
+    def needs_groups(self) -> tuple[str, ...]:
+        """Settings that were changed and say nothing of a rollout that is alone in its group."""
+        return needs_groups(self)
 
     @property
     def is_per_step(self) -> bool:

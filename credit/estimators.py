@@ -87,6 +87,8 @@ class EpisodeTerm:
     settings: frozenset[str] = frozenset()
     """Settings of `CreditConfig` that change it."""
     is_per_step: bool = False
+    counts_lone: bool = False
+    """As in `StepTerm`; `grpo` does where `singleton` is 'raw'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class StepTerm:
     """Settings of `CreditConfig` that change it, beside `step_weight`."""
     counts_lone: bool = False
     """Whether a rollout alone in its group says something: it branches, the whole batch is compared, or it is
-    held against a critic."""
+    held against a critic or scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,8 +295,9 @@ EPISODE_TERMS: Final[Mapping[str, EpisodeTerm]] = {
     "running_baseline": EpisodeTerm(
         lambda batch, _: baseline_advantages(batch.returns_N, batch.baselines_N),
         frozenset({"baseline_decay", "baseline_key"}),
+        counts_lone=True,
     ),
-    "value_baseline": EpisodeTerm(lambda batch, _: value_baseline(batch)),
+    "value_baseline": EpisodeTerm(lambda batch, _: value_baseline(batch), counts_lone=True),
     "best_of_group": EpisodeTerm(
         lambda batch, config: best_of_group(
             batch.returns_N,
@@ -313,6 +316,7 @@ EPISODE_TERMS: Final[Mapping[str, EpisodeTerm]] = {
         ),
         frozenset({"ddof", "eps"}),
         is_per_step=True,
+        counts_lone=True,
     ),
 }
 

@@ -125,7 +125,8 @@ class RolloutConfig:
     """Tasks per update; 1 or more."""
     group_size: int = 8
     """Rollouts of each task; 2 or more, or 1 where nothing is compared inside groups, as with
-    `credit.episode = "running_baseline"`, `"value_baseline"` or `credit.step = "gae"`."""
+    `credit.episode = "running_baseline"`, `"value_baseline"` or `credit.step = "gae"`; what would compare
+    them is refused then."""
     temperature: float = 1.0
     """Sampling temperature for training rollouts; more than 0."""
     max_staleness: int = 1
@@ -270,6 +271,7 @@ class TrainConfig:
             uses_ratio=self.learner.uses_ratio,
             rewards=self.credit.reward_weights,
             eval_every=self.eval.every,
+            group_size=group_size,
         )
         if self.serving.transfer == "lora" and not self.learner.lora_rank:
             raise ConfigError(

@@ -20,6 +20,7 @@ from spangrad.credit.settings import check_values
 from spangrad.errors import ConfigError
 from spangrad.trainer.learning.learner_config import LearnerConfig, require
 from spangrad.trainer.learning.objectives import OBJECTIVES
+from spangrad.trainer.lone_rollouts import check_lone
 
 _MAKES: Final[dict[str, tuple[Any, tuple[str, ...]]]] = {
     "dpo": (paired, ("level", "min_gap", "pairs_per_group")),
@@ -122,12 +123,12 @@ def check_effects(
 
 
 def _check_comparisons(learner: LearnerConfig, credit: CreditConfig, group_size: int) -> None:
-    needs_credit = OBJECTIVES[learner.objective].needs_credit
-    if group_size == 1 and not (credit.counts_lone if needs_credit else learner.objective != "dpo"):
-        what = f"credit.episode {credit.episode!r}" if needs_credit else "learner.objective 'dpo'"
-        raise ConfigError(
-            f"rollout.group_size is 1, expected 2 or more: {what} compares rollouts of a task; choose "
-            "credit.episode 'running_baseline' or 'value_baseline' for tasks that are run once"
+    if group_size == 1:
+        check_lone(
+            learner.objective,
+            credit,
+            because="rollout.group_size is 1, expected 2 or more",
+            instead="credit.episode 'running_baseline' or 'value_baseline' for tasks that are run once",
         )
     if learner.objective == "gspo" and learner.sequence == "row" and credit.is_per_step:
         raise ConfigError(

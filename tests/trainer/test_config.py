@@ -472,20 +472,43 @@ def test_a_run_has_one_model_to_start_from(tmp_path):
         (["learner.objective=bc"], None),
         (["credit.episode=value_baseline"], None),
         (["credit.step=gae"], None),
-        ([], "credit.episode 'grpo'"),
-        (["credit.episode=rloo", "credit.step=gigpo"], "credit.episode 'rloo'"),
-        (["learner.objective=dpo"], "learner.objective 'dpo'"),
+        (["credit.episode=tree_grpo"], None),
+        ([], "credit.episode 'grpo' compares .*'running_baseline'"),
+        (["credit.episode=rloo", "credit.step=gigpo"], "credit.episode 'rloo' compares"),
+        (["learner.objective=dpo"], "learner.objective 'dpo' compares"),
+        (
+            ["credit.episode=running_baseline", "credit.step=gigpo", "credit.gamma=0.5"],
+            "credit.step = 'gigpo' and credit.gamma = 0.5 can change nothing: .* leave that out, or .* gae",
+        ),
+        (["credit.episode=rloo", "credit.step=gae"], "credit.episode = 'rloo' can change nothing: "),
+        (["credit.singleton=raw", "credit.scale_by_std=false"], "credit.scale_by_std = False can change"),
+        (["credit.step=gae", 'credit.filters=["top_p"]'], r"credit.filters = \['top_p'\] would leave out"),
     ],
 )
-def test_groups_of_one_are_taken_where_nothing_is_compared_inside_groups(tmp_path, lines, says):
-    file = write(tmp_path, MINIMAL + "[rollout]\ngroup_size = 1\n")
+@pytest.mark.parametrize("is_production", [False, True])
+def test_where_rollouts_are_alone_what_compares_them_is_refused(tmp_path, lines, says, is_production):
+    alone = "[production]\n" if is_production else "[rollout]\ngroup_size = 1\n"
+    first = '[run]\nid = "r"\n' if is_production else MINIMAL
+    if is_production and "credit.episode=running_baseline" in lines:
+        lines = [*lines, "credit.baseline_key=all"]
+    file = write(tmp_path, first + alone)
     if says is None:
-        assert load_config(file, lines).rollout.group_size == 1
-    else:
-        with pytest.raises(
-            ConfigError, match=f"is 1, expected 2 or more: {says} compares .*'running_baseline'"
-        ):
-            load_config(file, lines)
+        load_config(file, lines)
+        return
+    because = (
+        "there are no tasks, and every rollout is alone in its group: " if is_production else "2 or more: "
+    )
+    with pytest.raises(ConfigError, match=because + says):
+        load_config(file, lines)
+
+
+@pytest.mark.parametrize("lines", [["monitor.spread=0.5"], ["monitor.actions.spread=pause"]])
+def test_where_rollouts_are_alone_no_monitor_looks_at_their_spread(tmp_path, lines):
+    file = write(tmp_path, MINIMAL + '[rollout]\ngroup_size = 1\n[credit]\nepisode = "running_baseline"\n')
+    with pytest.raises(ConfigError, match=r"monitor\.spread has no effect where every rollout is alone"):
+        load_config(file, lines)
+    load_config(file, ["monitor.spread=none"])
+    load_config(file, [*lines, "rollout.group_size=2"])
 
 
 @pytest.mark.parametrize("credit", [["credit.step=gigpo"], ["credit.episode=tree_grpo"]])

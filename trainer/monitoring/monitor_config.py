@@ -160,7 +160,13 @@ MONITOR_NAMES: Final = tuple(_RANGES)
 
 
 def check_monitors(
-    monitor: MonitorConfig, *, objective: str, uses_ratio: bool, rewards: Collection[str], eval_every: int
+    monitor: MonitorConfig,
+    *,
+    objective: str,
+    uses_ratio: bool,
+    rewards: Collection[str],
+    eval_every: int,
+    group_size: int,
 ) -> None:
     """Refuse settings of monitors that nothing of a run bears out.
 
@@ -170,6 +176,7 @@ def check_monitors(
         uses_ratio: Whether it compares the policy with the one that sampled.
         rewards: Names in `credit.reward_weights`.
         eval_every: `eval.every`.
+        group_size: Rollouts of each task.
 
     Raises:
         ConfigError: One was changed and has no effect, or the held-out reward is trained.
@@ -183,6 +190,8 @@ def check_monitors(
     unused = dict.fromkeys(() if uses_ratio else WITH_RATIO, f"with learner.objective {objective!r}")
     if monitor.verifier is None and not eval_every:
         unused["drift"] = "with monitor.verifier none and eval.every 0: nothing is held out"
+    if group_size == 1:
+        unused["spread"] = "where every rollout is alone in its group: none has a spread"
     for name, why in unused.items():
         value, default = getattr(monitor, name), getattr(plain, name)
         if (value != default and value is not None) or name in monitor.actions:

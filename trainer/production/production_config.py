@@ -12,6 +12,7 @@ from spangrad.credit.settings import check_values
 from spangrad.errors import ConfigError
 from spangrad.trainer.learning.learner_config import LearnerConfig, require
 from spangrad.trainer.learning.objectives import OBJECTIVES
+from spangrad.trainer.lone_rollouts import check_lone
 
 USED_OF_ROLLOUT = frozenset({"max_staleness", "aggregation", "aggregation_tokens", "reward_authors"})
 """Settings of `[rollout]` that have an effect beside `[production]`."""
@@ -63,14 +64,16 @@ def check_beside(
                     f"{section}.{field.name} has no effect with [production], where live agents make the"
                     " rollouts and feedback their rewards; leave one out"
                 )
-    needs_credit = OBJECTIVES[learner.objective].needs_credit
-    if not (credit.counts_lone if needs_credit else learner.objective != "dpo"):
-        what = f"credit.episode {credit.episode!r}" if needs_credit else "learner.objective 'dpo'"
-        raise ConfigError(
-            f"{what} compares rollouts of a task, and with [production] there are no tasks; choose"
-            " credit.episode 'running_baseline' with credit.baseline_key 'all', or 'value_baseline', or"
+    check_lone(
+        learner.objective,
+        credit,
+        because="with [production] there are no tasks, and every rollout is alone in its group",
+        instead=(
+            "credit.episode 'running_baseline' with credit.baseline_key 'all', or 'value_baseline', or"
             " learner.objective 'kto' or 'bc'"
-        )
+        ),
+    )
+    needs_credit = OBJECTIVES[learner.objective].needs_credit
     if needs_credit and credit.episode == "running_baseline" and credit.baseline_key != "all":
         raise ConfigError(
             f"credit.baseline_key is {credit.baseline_key!r}, and with [production] there are no tasks, so"
