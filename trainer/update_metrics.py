@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from spangrad.credit.books import check_books, dropped_metrics, dropped_tokens
 from spangrad.credit.pipeline import CreditedBatch
 from spangrad.store.records import Rollout, RolloutStatus
-from spangrad.trainer.rollouts.worker import REWARD_ERROR
+from spangrad.trainer.rollouts.endings import REWARD_ERROR
 
 Metrics = dict[str, float]
 

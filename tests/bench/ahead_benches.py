@@ -16,8 +16,8 @@ from spangrad.store.client import HubClient
 from spangrad.store.records import Rollout, Update
 from spangrad.trainer.rollouts.admission import Pace
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
+from spangrad.trainer.rollouts.endings import WorkerReport
 from spangrad.trainer.rollouts.feeder import Feeder
-from spangrad.trainer.rollouts.worker import WorkerReport
 from tests.bench.figures import Figure
 from tests.bench.hub_load import hub
 from tests.trainer.idle_worker import IDLE

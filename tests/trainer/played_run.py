@@ -35,8 +35,9 @@ from spangrad.trainer.learning.learner import Learner
 from spangrad.trainer.loop import TrainReport
 from spangrad.trainer.rollouts import scheduling
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
+from spangrad.trainer.rollouts.endings import WorkerReport
 from spangrad.trainer.rollouts.scheduling import RunKeys
-from spangrad.trainer.rollouts.worker import RolloutWorker, WorkerReport
+from spangrad.trainer.rollouts.worker import RolloutWorker
 
 RUN = """
 [run]

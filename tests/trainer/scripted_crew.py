@@ -6,7 +6,7 @@ from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import encode_request
 from spangrad.store.records import Reward, RewardAuthor, Rollout, Span
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
-from spangrad.trainer.rollouts.worker import WorkerReport
+from spangrad.trainer.rollouts.endings import WorkerReport
 
 End = Callable[[Rollout], tuple[list[Span], float | None]]
 

@@ -28,7 +28,7 @@ from spangrad.trainer.learning.learner import Learner
 from spangrad.trainer.learning.learner_config import LearnerConfig
 from spangrad.trainer.loop import Run
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
-from spangrad.trainer.rollouts.worker import WorkerReport
+from spangrad.trainer.rollouts.endings import WorkerReport
 from spangrad.trainer.update_metrics import Metrics
 
 UPDATES, GROUPS, SIZE = 4, 3, 2

@@ -18,8 +18,8 @@ from spangrad.store.file_store import FileStore
 from spangrad.store.records import Rollout, RolloutStatus, Update
 from spangrad.trainer.rollouts.admission import Pace
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
+from spangrad.trainer.rollouts.endings import WorkerReport
 from spangrad.trainer.rollouts.feeder import Crew, Feeder
-from spangrad.trainer.rollouts.worker import WorkerReport
 
 WORKER = replace(IDLE, base_dir=".", run_id="r", policy_version=0)
 

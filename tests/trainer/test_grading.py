@@ -15,9 +15,9 @@ from spangrad.trainer.config import TrainConfig, load_config
 from spangrad.trainer.evaluation import values_of
 from spangrad.trainer.policies.warm_start import read_expert
 from spangrad.trainer.resuming import repair
+from spangrad.trainer.rollouts.endings import Endings, WorkerReport
 from spangrad.trainer.rollouts.grading import other_names_told, rewards_given
-from spangrad.trainer.rollouts.scheduling import RunKeys, worker_config
-from spangrad.trainer.rollouts.worker import RolloutWorker, WorkerReport
+from spangrad.trainer.rollouts.scheduling import RunKeys
 
 AUTHORS = ("evaluator", "operator")
 WEIGHTS = {"answer": 1.0, "format": 0.5}
@@ -43,15 +43,13 @@ def finish(
     store: FileStore, config: TrainConfig, names: list[str], reward: Callable[..., Any]
 ) -> WorkerReport:
     """End rollouts as a worker does when their agent has returned."""
-    worker = RolloutWorker()
-    worker._config = worker_config(config, RunKeys(), split="train", temperature=1.0, policy_version=0)
-    worker._store, worker._reward, worker._report = store, reward, WorkerReport()
-    worker._running, worker._ended, worker._rewards, worker._endings = {}, {}, [], []
+    report = WorkerReport()
+    endings = Endings(store, reward, report, counted=tuple(config.credit.reward_weights), told=set())
     store.enqueue([Rollout(name, run_id="r", task={"t": name}, split="train") for name in names])
     for rollout in store.claim(worker="w", limit=len(names)):
-        worker._finish(rollout, {"said": rollout.rollout_id})
-    worker._hand_in()
-    return worker._report
+        endings.succeed(rollout, {"said": rollout.rollout_id})
+    assert sorted(endings.hand_in()) == names
+    return report
 
 
 def stored(store: FileStore) -> dict[str, dict[str, float]]:

@@ -28,8 +28,8 @@ from spangrad.store.base import Store
 from spangrad.store.records import Rollout
 from spangrad.trainer.rollouts.admission import Group, Pace
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
+from spangrad.trainer.rollouts.endings import WorkerReport
 from spangrad.trainer.rollouts.scheduling import ENDED, say_held
-from spangrad.trainer.rollouts.worker import WorkerReport
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,9 @@ from spangrad.store.records import Rollout, RolloutStatus
 from spangrad.trainer.cluster import wait_for
 from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
+from spangrad.trainer.rollouts.endings import WorkerReport
 from spangrad.trainer.rollouts.names import group_id, rollout_id
-from spangrad.trainer.rollouts.worker import RolloutWorker, WorkerReport
+from spangrad.trainer.rollouts.worker import RolloutWorker
 
 logger = logging.getLogger(__name__)
 

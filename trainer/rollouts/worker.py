@@ -2,7 +2,7 @@
 
 A worker is a Ray actor. It holds the evaluator's key and starts the agent in a child
 process (`spangrad.trainer.rollouts.agent_host`) that holds the agent's key only. Grading
-happens here, after the rollout has ended.
+happens here (`endings.py`), after the rollout has ended.
 
 * The gateway knows how many turns a rollout has before its agent gets the task.
 * A rollout is finished only after its spans are durable in the store, the agent's and the gateway's.
@@ -12,8 +12,6 @@ happens here, after the rollout has ended.
 * Time in which the worker waits for the gateway or its engine counts in no rollout's timeout.
 * A failed or overdue attempt is requeued while attempts are left; half a rollout is
   never marked as succeeded.
-* A reward function that raises gives no reward, not 0; the rollout says why. One that gives several has them
-  all stored by name; names that differ from those that count are told, once.
 * A claim is made under the version that the engine serves then: it may change while the worker runs. After a
   failure the worker waits for the engine before it claims more; an engine that came back with older weights
   gets no rollouts.
@@ -27,7 +25,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,10 +34,10 @@ import httpx
 from spangrad.errors import PublishError
 from spangrad.store import open_store
 from spangrad.store.base import Store
-from spangrad.store.records import Ending, Reward, Rollout, RolloutStatus
+from spangrad.store.records import Rollout
 from spangrad.trainer.rollouts.agent_process import AgentProcess, WorkerConfig
+from spangrad.trainer.rollouts.endings import Endings, WorkerReport
 from spangrad.trainer.rollouts.gateway_client import GatewayState, flush, give_turns, wait_for_engine
-from spangrad.trainer.rollouts.grading import other_names_told, rewards_given
 from spangrad.trainer.serving.fleet import served_versions
 from spangrad.trainer.serving.transfers import transfer_of
 from spangrad.user_code import load_callable
@@ -53,27 +51,6 @@ FLUSH_EVERY_S = 0.25
 FREE_GATEWAY_RETRIES = 5
 """A rollout for which the gateway is another one yet more often uses its attempts up: it may be the reason,
 or two gateways share the address."""
-
-
-@dataclass(slots=True)
-class WorkerReport:
-    """What one worker did."""
-
-    finished: int = 0
-    failed_attempts: int = 0
-    timed_out: int = 0
-    lost_leases: int = 0
-    reward_errors: int = 0
-    engine_changed: bool = False
-    """The engine serves no version, or an older one than when the worker was sent: it was restarted."""
-    first_error: str | None = None
-    """Text of the first failure or reward error, for the person who looks."""
-    other_names: str | None = None
-    """How names of the function's rewards differ from those that count; None: they don't, or it was said."""
-
-
-REWARD_ERROR = "RewardError"
-"""`error_type` of a rollout that succeeded and whose reward could not be given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +93,21 @@ class RolloutWorker:
         """
         self._config = config
         self._store: Store = open_store(config.store, config.evaluator_key)
-        self._reward: Callable[..., Any] | None = (
-            load_callable(config.reward, config.base_dir) if config.reward else None
+        self._report = WorkerReport()
+        self._endings = Endings(
+            self._store,
+            load_callable(config.reward, config.base_dir) if config.reward else None,
+            self._report,
+            counted=config.reward_names,
+            told=self._told,
         )
         self._running: dict[str, _Attempt] = {}
         self._ended: dict[str, tuple[_Attempt, dict[str, Any]]] = {}
-        self._rewards: list[Reward] = []
-        self._endings: list[Ending] = []
-        """What the store was not told yet."""
         self._lost = set[tuple[str, int]]()
         """What the heartbeat found to be no longer this worker's."""
         self._is_more_queued = True
         """Whether the last claim got all that it asked for."""
         self._version = config.policy_version
-        self._report = WorkerReport()
         self._suspects = 0
         self._gateway_retries: Counter[str] = Counter()
         self._agent_host()  # an agent that can't be started must not cost a rollout its attempts
@@ -279,12 +257,12 @@ class RolloutWorker:
             if (before and before.instance) != (now and now.instance):
                 self._fail_for_gateway(rollout)
             elif "failed" in reply:
-                self._fail(rollout, reply["error_type"], reply["error"])
+                self._endings.fail(rollout, reply["error_type"], reply["error"])
             elif before != now:
                 text = "the gateway dropped spans in mid-rollout; calls may be missing"
-                self._fail(rollout, "SpansDroppedError", text)
+                self._endings.fail(rollout, "SpansDroppedError", text)
             else:
-                self._finish(rollout, reply["output"])
+                self._endings.succeed(rollout, reply["output"])
         self._hand_in()
         if any("failed" in reply for _, reply in ended):
             self._check_engine()
@@ -309,47 +287,10 @@ class RolloutWorker:
             time.sleep(FLUSH_EVERY_S)
         return is_flushed
 
-    def _finish(self, rollout: Rollout, output: Any) -> None:
-        rewards: list[Reward] = []
-        failure: str | None = None
-        if self._reward is not None:
-            try:
-                rewards = rewards_given(self._reward, rollout, output)
-            except (Exception, SystemExit) as error:  # the reward is missing, not 0
-                failure = f"{type(error).__name__}: {error}"
-                self._report.reward_errors += 1
-                self._remember(f"reward of {rollout.rollout_id}: {failure}")
-        other_names = other_names_told(rewards, self._config.reward_names)
-        if other_names is not None and other_names not in self._told:
-            self._told.add(other_names)
-            self._report.other_names = other_names
-        self._rewards += rewards
-        error_type = None if failure is None else REWARD_ERROR
-        self._endings.append(
-            Ending(rollout.rollout_id, rollout.attempt, output=output, error_type=error_type, error=failure)
-        )
-
-    def _fail(self, rollout: Rollout, error_type: str, error: str, *, free: bool = False) -> None:
-        self._report.failed_attempts += 1
-        self._remember(f"{rollout.rollout_id}: {error_type}: {error}")
-        failed = RolloutStatus.FAILED
-        self._endings.append(
-            Ending(rollout.rollout_id, rollout.attempt, failed, None, error_type, error, True, free)
-        )
-
     def _hand_in(self) -> None:
-        """Tell the store how rollouts ended, their rewards first: who sees one ended sees its reward."""
-        if self._rewards:
-            self._store.put_rewards(self._rewards)
-        lost = self._store.finish_many(self._endings) if self._endings else []
-        self._report.lost_leases += len(lost)
-        self._report.finished += sum(
-            not ending.retry and ending.rollout_id not in lost for ending in self._endings
-        )
-        for ending in self._endings:
-            self._ended.pop(ending.rollout_id, None)
-            self._running.pop(ending.rollout_id, None)
-        self._rewards, self._endings = [], []
+        for rollout_id in self._endings.hand_in():
+            self._ended.pop(rollout_id, None)
+            self._running.pop(rollout_id, None)
 
     def _fail_for_gateway(self, rollout: Rollout) -> None:
         self._gateway_retries[rollout.rollout_id] += 1
@@ -357,7 +298,7 @@ class RolloutWorker:
         text = "the gateway was restarted in mid-rollout; calls may be missing"
         if count > FREE_GATEWAY_RETRIES:
             text += f" (time {count} for this rollout: it may end the gateway, or two share the address)"
-        self._fail(rollout, "GatewayRestartedError", text, free=count <= FREE_GATEWAY_RETRIES)
+        self._endings.fail(rollout, "GatewayRestartedError", text, free=count <= FREE_GATEWAY_RETRIES)
 
     def _stop_overdue(self) -> None:
         if not self._overdue(self._running) and not self._overdue(self._abandoned):
@@ -385,9 +326,9 @@ class RolloutWorker:
     def _give_back(self, error_type: str, error: str, *, guilty: set[str]) -> None:
         # What has ended and is not flushed is given back too: its last spans may have died with the process.
         for attempt, _ in self._ended.values():
-            self._fail(attempt.rollout, error_type, error, free=True)
+            self._endings.fail(attempt.rollout, error_type, error, free=True)
         for rollout_id, attempt in self._running.items():
-            self._fail(attempt.rollout, error_type, error, free=rollout_id not in guilty)
+            self._endings.fail(attempt.rollout, error_type, error, free=rollout_id not in guilty)
         self._hand_in()
         self._check_engine()
 
@@ -417,8 +358,3 @@ class RolloutWorker:
                 self._lost.update(key for key in held if key[0] in lost)
             except Exception as error:  # a missed beat only risks the lease
                 logger.warning("%s: heartbeat failed: %s", self._name, error)
-
-    def _remember(self, text: str) -> None:
-        if self._report.first_error is None:
-            self._report.first_error = text
-            logger.warning("%s", text)
