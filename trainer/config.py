@@ -3,7 +3,7 @@
     [run]      what this run is called, where it keeps its state, how many updates
     [hub]      where the store answers
     [serving]  engines and gateway that serve the policy (spangrad.trainer.serving.serving_config)
-    [agent]    the agent, its tasks and its reward
+    [agent]    the agent, its tasks and its reward (spangrad.trainer.rollouts.agent_config)
     [rollout]  how many rollouts an update learns from
     [curriculum]  turns of rollouts, drawing of tasks (spangrad.trainer.curriculum.curriculum_config)
     [credit]   estimators (spangrad.credit.CreditConfig)
@@ -40,6 +40,7 @@ from spangrad.trainer.monitoring.monitor_config import MonitorConfig, check_moni
 from spangrad.trainer.preference_config import PreferenceConfig, check_effects
 from spangrad.trainer.production.production_config import USED_OF_ROLLOUT, ProductionConfig, check_beside
 from spangrad.trainer.promotion.rule import PromotionConfig
+from spangrad.trainer.rollouts.agent_config import AgentConfig
 from spangrad.trainer.serving.serving_config import ServingConfig
 
 T = TypeVar("T")
@@ -79,42 +80,6 @@ class HubConfig:
     """Address of the hub."""
     keys: str | None = None
     """File with the hub's keys (`spangrad hub --keys FILE`); None: a hub without keys on loopback."""
-
-
-@dataclass(frozen=True, slots=True)
-class AgentConfig:
-    """The agent, its tasks and its reward. `path/to/file.py:name` or `package.module:name`.
-
-    The three are needed unless a run trains on live sessions (`[production]`).
-    """
-
-    function: str = ""
-    """Called as `function(task: dict)`; sync or async; returns something JSON can hold.
-    `task["temperature"]` is the sampling temperature that the run asks for."""
-    tasks: str = ""
-    """A JSONL file (one task a line, with `task_id`, optionally `split`), or a function
-    `tasks(split, n, seed)` that gives a list of tasks."""
-    reward: str = ""
-    """Called as `reward(task: dict, output) -> float | dict[str, float] | None` after the rollout ended,
-    outside the agent's process. `credit.reward_weights` says which names of a dict count; a number is called
-    `reward`."""
-    concurrency: int = 16
-    """Rollouts that one worker runs at the same time; 1 or more."""
-    workers: int = 1
-    """Rollout workers (Ray tasks); 1 or more."""
-    timeout_s: float = 120.0
-    """A rollout that takes longer has failed; more than 0."""
-    max_attempts: int = 3
-    """Attempts per rollout; 1 or more."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Added to the environment of the agent's process."""
-
-    def __post_init__(self) -> None:
-        """Check ranges."""
-        check_values(self, "agent.")
-        for name in ("concurrency", "workers", "max_attempts"):
-            require(getattr(self, name) >= 1, f"agent.{name}", getattr(self, name), "1 or more")
-        require(self.timeout_s > 0, "agent.timeout_s", self.timeout_s, "more than 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,9 +210,7 @@ class TrainConfig:
         is_weighed = aggregation != RolloutConfig.__dataclass_fields__["aggregation"].default
         group_size = self.rollout.group_size
         if self.production is None:
-            for name in ("function", "tasks", "reward"):
-                if not getattr(self.agent, name):
-                    raise ConfigError(f"agent: {name!r} is missing")
+            self.agent.check()
             self.curriculum.check(self.agent.tasks, self.rollout.groups_per_update)
         else:
             group_size = 1

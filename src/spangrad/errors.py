@@ -27,6 +27,8 @@
     +-- ClusterError (RuntimeError)       Ray could not start or keep a part of a run
     +-- MissingExtraError (ImportError)   an optional part of spangrad is not installed
     +-- RolloutError (RuntimeError)       an agent could not be run at all (a failed rollout is data)
+        +-- AgentFailedError              its program or its server failed a rollout
+        +-- AgentUnavailableError         its server is away or busy; the same may work later
 
 Each also inherits the standard error that it refines, carries one sentence, and
 survives pickling (Ray sends errors between processes).
@@ -146,3 +148,11 @@ class ClusterError(SpangradError, RuntimeError):
 
 class RolloutError(SpangradError, RuntimeError):
     """An agent could not be run at all."""
+
+
+class AgentFailedError(RolloutError):
+    """An agent's program or server failed a rollout."""
+
+
+class AgentUnavailableError(RolloutError):
+    """An agent's server is away or busy; the same may work later."""

@@ -118,6 +118,16 @@ def ground(engine: Engine, served_model: Path, tmp_path_factory: pytest.TempPath
         yield shared
 
 
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A hub alone, with keys."""
+    folder = tmp_path_factory.mktemp("worker")
+    config = UpConfig(model=None, folder=str(folder), store=str(folder / "s.duckdb"), hub_port=free_port())
+    with Stack(config) as stack:
+        stack.start_hub()
+        yield stack
+
+
 def end(process: "subprocess.Popen[str]", timeout_s: float = 180) -> tuple[int, str, str]:
     """Wait for a process: exit code, output, errors."""
     try:

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import httpx
 import pytest
@@ -24,98 +23,21 @@ from spangrad.tracer.gateway import GatewayConfig, running
 from spangrad.tracer.hub_exporter import HubExporter
 from spangrad.trainer.cluster import start_ray
 from spangrad.trainer.processes import free_port
-from spangrad.trainer.rollouts.agent_process import WorkerConfig
 from spangrad.trainer.rollouts.scheduling import run_rollouts
-from spangrad.trainer.rollouts.worker import FREE_GATEWAY_RETRIES, RolloutWorker
-from spangrad.trainer.up import Stack, UpConfig
+from spangrad.trainer.rollouts.worker import FREE_RETRIES
+from spangrad.trainer.up import Stack
 from tests.gateway.stub_engine import stub_engine
+from tests.loop.working import config_of, running_gateway, work
 from tests.trainer.stub_weights import stub_weights
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
-HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def hub(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("worker")
-    config = UpConfig(model=None, folder=str(folder), store=str(folder / "s.duckdb"), hub_port=free_port())
-    with Stack(config) as stack:
-        stack.start_hub()
-        yield stack
-
-
-def config_of(hub, tmp_path, function, reward, timeout_s, file, gateway, **settings):
-    return WorkerConfig(
-        store=hub.hub_url,
-        evaluator_key=hub.keys.evaluator,
-        agent_key=hub.keys.agent,
-        gateway_url=gateway or "http://127.0.0.1:9",
-        engine_urls=settings.get("engine_urls", ()),
-        model="none",
-        function=f"{file or HERE / 'odd_agents.py'}:{function}",
-        reward=f"{HERE / 'odd_agents.py'}:{reward}",
-        base_dir=str(HERE),
-        run_id=tmp_path.name,
-        split="train",
-        concurrency=settings.get("concurrency", 4),
-        timeout_s=timeout_s,
-        temperature=1.0,
-        log=str(tmp_path / "agent.log"),
-        has_gateway=gateway is not None,
-        policy_version=settings.get("policy_version"),
-        turns_reply="Enough.",
-    )
-
-
-def work(
-    hub,
-    tmp_path,
-    tasks,
-    *,
-    function="run",
-    reward="reward",
-    timeout_s=60.0,
-    file=None,
-    gateway=None,
-    turns=None,
-    **settings,
-):
-    """Run tasks once, those in `turns` with so many; returns their rollouts and rewards by task name.
-
-    `settings` are of the worker.
-    """
-    run_id = tmp_path.name
-    store = open_store(hub.hub_url, hub.keys.trainer)
-    rollouts = [
-        Rollout(
-            rollout_id=f"{run_id}-{name}",
-            task_id=name,
-            run_id=run_id,
-            task=task,
-            max_attempts=2,
-            turn_budget=(turns or {}).get(name),
-        )
-        for name, task in tasks.items()
-    ]
-    store.enqueue(rollouts)
-    config = config_of(hub, tmp_path, function, reward, timeout_s, file, gateway, **settings)
-    worker = RolloutWorker()
-    try:
-        report = worker.run(config)
-    finally:
-        worker.stop()
-        ids = [rollout.rollout_id for rollout in rollouts]
-        found = {r.task_id: r for r in store.rollouts(rollout_ids=ids)}
-        rewards = {r.rollout_id.removeprefix(f"{run_id}-"): r.value for r in store.rewards(ids)}
-        store.close()
-    return found, rewards, report
 
 
 @pytest.mark.parametrize("function", ["run", "run_async"])
 def test_a_rollout_that_exits_or_raises_fails_alone(hub, tmp_path, function):
     tasks = {name: {"what": name} for name in ("exit", "raise", "good", "fine", "surrogate", "nan")}
-    found, rewards, report = work(hub, tmp_path, tasks, function=function)
+    found, rewards, report = work(hub, tmp_path, tasks, function=f"odd_agents.py:{function}")
     status = {name: rollout.status for name, rollout in found.items()}
     assert {name for name, s in status.items() if s is RolloutStatus.SUCCEEDED} == {"good", "fine"}
     assert found["exit"].error_type == "SystemExit" and found["raise"].error == "not today"
@@ -156,19 +78,19 @@ def test_a_rollout_that_ends_while_a_slow_grader_works_is_not_overdue(hub, tmp_p
         "a": {"what": "good", "marker": marker, "grade_s": 4.0},
         "b": {"what": "wait for grader", "marker": marker},
     }
-    found, rewards, report = work(hub, tmp_path, tasks, reward="slow_reward", timeout_s=2.5)
+    found, rewards, report = work(hub, tmp_path, tasks, reward="odd_agents.py:slow_reward", timeout_s=2.5)
     assert {rollout.attempt for rollout in found.values()} == {0}
     assert rewards == {"a": 1.0, "b": 1.0} and report.timed_out == 0
 
 
 def test_a_grader_that_exits_gives_no_reward(hub, tmp_path):
-    found, rewards, report = work(hub, tmp_path, {"a": {"what": "a"}}, reward="exiting_reward")
+    found, rewards, report = work(hub, tmp_path, {"a": {"what": "a"}}, reward="odd_agents.py:exiting_reward")
     assert found["a"].status is RolloutStatus.SUCCEEDED and rewards == {} and report.reward_errors == 1
 
 
 def test_a_worker_that_dies_is_replaced_and_its_rollout_run_again(hub, tmp_path, caplog):
     task = {"what": "kill worker", "marker": str(tmp_path / "marker")}
-    config = config_of(hub, tmp_path, "run", "reward", 60.0, None, None)
+    config = config_of(hub, tmp_path)
     store = open_store(hub.hub_url, hub.keys.trainer)
     start_ray()
     (ended,), _ = run_rollouts(store, [Rollout("dies", run_id=tmp_path.name, task=task)], config, workers=1)
@@ -229,7 +151,7 @@ def test_an_agent_that_cant_be_started_costs_no_attempt(hub, tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_module_anywhere\n")
     with pytest.raises(RolloutError, match="no_such_module_anywhere"):
-        work(hub, tmp_path, {"a": {"what": "a"}}, file=broken)
+        work(hub, tmp_path, {"a": {"what": "a"}}, function=f"{broken}:run")
     store = open_store(hub.hub_url, hub.keys.trainer)
     (rollout,) = store.rollouts(run_id=tmp_path.name)
     assert (rollout.status, rollout.attempt) == (RolloutStatus.QUEUED, 0)
@@ -246,7 +168,7 @@ def work_while_the_gateway_is_killed(hub, tmp_path, whats, *, away_s=0.0, **sett
             assert first is not None
             shared = {"pid": first.pid, "marker": str(tmp_path / "marker")}
             tasks = {name: {"what": what, **shared} for name, what in whats.items()}
-            working = thread.submit(work, hub, tmp_path, tasks, gateway=stack.gateway_url, **settings)
+            working = thread.submit(work, hub, tmp_path, tasks, gateway_url=stack.gateway_url, **settings)
             wait_until(lambda: not first.is_alive() or working.done())
             back_at = time.monotonic() + away_s
             first.stop()
@@ -259,7 +181,7 @@ def test_rollouts_have_their_turns_and_end_by_themselves(hub, tmp_path):
     loop = {"what": "call until told to stop"}
     with stub_engine() as engine, running_gateway(hub, engine) as url:
         found, rewards, report = work(
-            hub, tmp_path, {"a": loop, "b": loop, "c": loop}, gateway=url, turns={"a": 3, "b": 0}
+            hub, tmp_path, {"a": loop, "b": loop, "c": loop}, gateway_url=url, turns={"a": 3, "b": 0}
         )
     assert {name: rollout.output["calls"] for name, rollout in found.items()} == {"a": 3, "b": 0, "c": 20}
     assert {name: rollout.turn_budget for name, rollout in found.items()} == {"a": 3, "b": 0, "c": None}
@@ -277,21 +199,6 @@ def test_rollouts_have_their_turns_and_end_by_themselves(hub, tmp_path):
         "b": True,
         "c": False,
     }
-
-
-@contextmanager
-def running_gateway(hub, engine):
-    """A gateway with the hub's keys, as `spangrad gateway --keys` has them."""
-    config = GatewayConfig(
-        engine_url=engine.url,
-        store=hub.hub_url,
-        store_key=hub.keys.evaluator,
-        agent_key=hub.keys.agent,
-        operator_keys=[hub.keys.evaluator, hub.keys.trainer],
-        port=0,
-    )
-    with running(config) as url:
-        yield url
 
 
 def test_a_rollout_whose_gateway_was_killed_under_it_is_run_again(hub, tmp_path):
@@ -346,11 +253,11 @@ def test_a_gateway_that_is_another_one_every_time_uses_attempts_up_in_the_end(hu
     with stub_engine() as engine:
         config = GatewayConfig(engine_url=engine.url, store=hub.hub_url, port=0, agent_key=hub.keys.agent)
         with running(config) as first, running(config) as second, shared_address([first, second]) as url:
-            found, rewards, report = work(hub, tmp_path, {"a": {"what": "good"}}, gateway=url)
+            found, rewards, report = work(hub, tmp_path, {"a": {"what": "good"}}, gateway_url=url)
     rollout = found["a"]
     assert (rollout.status, rollout.error_type) == (RolloutStatus.FAILED, "GatewayRestartedError")
     assert "two share the address" in rollout.error and rewards == {}
-    assert rollout.max_attempts == 2 + FREE_GATEWAY_RETRIES
+    assert rollout.max_attempts == 2 + FREE_RETRIES
     assert report.failed_attempts == rollout.attempt + 1 == rollout.max_attempts
 
 
@@ -378,7 +285,7 @@ def work_behind_a_losing_gateway(hub, tmp_path, task, *, losses):
         config = GatewayConfig(engine_url=engine.url, store=hub.hub_url, port=0, agent_key=hub.keys.agent)
         exporter = HubExporter(hub.hub_url, hub.keys.evaluator, tmp_path / "spool", timeout_s=30)
         with running(config, exporter=Losing(exporter, losses)) as url:
-            return work(hub, tmp_path, {"a": task}, gateway=url)
+            return work(hub, tmp_path, {"a": task}, gateway_url=url)
 
 
 def test_a_rollout_whose_spans_were_dropped_is_run_again_and_that_uses_an_attempt_up(hub, tmp_path):

@@ -1,3 +1,4 @@
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -10,7 +11,6 @@ from spangrad.credit.credit_config import CreditConfig
 from spangrad.errors import ConfigError
 from spangrad.trainer.config import (
     STRAGGLER_S,
-    AgentConfig,
     EvalConfig,
     RolloutConfig,
     RunConfig,
@@ -25,6 +25,7 @@ from spangrad.trainer.monitoring.monitor_config import MonitorConfig
 from spangrad.trainer.policies.warm_start import WarmStartConfig
 from spangrad.trainer.preference_config import PreferenceConfig
 from spangrad.trainer.promotion.rule import PromotionConfig
+from spangrad.trainer.rollouts.agent_config import AgentConfig
 from spangrad.trainer.serving.serving_config import ServingConfig
 
 MINIMAL = """
@@ -135,6 +136,42 @@ def test_a_wrong_value_is_shown_with_what_was_expected(tmp_path, line, says):
     with pytest.raises(ConfigError) as caught:
         load_config(write(tmp_path, MINIMAL + line))
     assert says in str(caught.value)
+
+
+KINDS = {"function": "a.py:run", "command": ("sh", "a.sh"), "url": "http://127.0.0.1:9000/run"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_agent_is_a_function_a_program_or_a_server(tmp_path, kind):
+    file = write(
+        tmp_path, MINIMAL.replace('function = "agent.py:run"', f"{kind} = {json.dumps(KINDS[kind])}")
+    )
+    assert getattr(load_config(file).agent, kind) == KINDS[kind]
+    others = {name: value for name, value in KINDS.items() if name != kind}
+    for name, value in others.items():
+        with pytest.raises(ConfigError, match=r"agent\.\w+ and agent\.\w+ are an agent each"):
+            AgentConfig(**{kind: KINDS[kind], name: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"url": KINDS["url"], "env": {"A": "b"}}, "agent.env has no effect with agent.url"),
+        ({"function": KINDS["function"], "headers": {"a": "b"}}, "agent.headers has no effect without"),
+        ({"command": KINDS["command"], "headers": {"a": "b"}}, "agent.headers has no effect without"),
+        ({"command": ("", "x")}, "agent.command is ('', 'x'), expected a program and its arguments"),
+        ({"url": "127.0.0.1:9000"}, "agent.url is '127.0.0.1:9000', expected an address like http://"),
+        ({"url": "ftp://host/x"}, "agent.url is 'ftp://host/x', expected an address like http://"),
+    ],
+)
+def test_settings_that_an_agent_has_no_use_for_are_refused(settings, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        AgentConfig(**settings)
+
+
+def test_an_agent_that_is_named_in_no_way_is_missing(tmp_path):
+    with pytest.raises(ConfigError, match="agent: 'function' is missing, or 'command' or 'url'"):
+        load_config(write(tmp_path, MINIMAL.replace('function = "agent.py:run"', "")))
 
 
 def test_weights_of_rewards_are_numbers_by_name(tmp_path):

@@ -8,10 +8,12 @@ are `[credit]` (`tests/credit/test_assign.py`), `[learner]` (`test_objectives.py
 
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -135,7 +137,34 @@ def ground(tmp_path_factory: pytest.TempPathFactory, hub: HubProcess) -> Iterato
         servers = {name: stack.enter_context(played_server()) for name in names}
         known = {name: server.url for name, server in servers.items()}
         known |= {name: str(folder / file) for name, file in files.items()}
+        known["agent"] = stack.enter_context(agent_server())
         yield Ground(folder, known, servers, hub)
+
+
+@contextmanager
+def agent_server() -> Iterator[str]:
+    """A server that is an agent: says what it was asked for."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            said = json.dumps({"path": self.path, "mine": self.headers.get("x-mine")}).encode()
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-length", str(len(said)))
+            self.end_headers()
+            self.wfile.write(said)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            serving.join()
 
 
 def of_own_store(config: TrainConfig) -> TrainConfig:
@@ -290,6 +319,30 @@ WALKS: dict[str, Walk] = {
         "0", "1", error, ("not answered for 0 s", "not answered for 1 s"), how=partial(worked, is_down=True)
     ),
     "agent.function": Walk("agent.py:run", "agent.py:other", output("who"), ("run", "other"), how=worked),
+    "agent.command": Walk(
+        '["echo", "one"]',
+        '["echo", "two"]',
+        lambda seen: seen.rollouts[0].output,
+        ("one", "two"),
+        ('agent.function=""',),
+        worked,
+    ),
+    "agent.url": Walk(
+        "{agent}/one",
+        "{agent}/two",
+        lambda seen: seen.rollouts[0].output["path"],
+        ("/one", "/two"),
+        ('agent.function=""',),
+        worked,
+    ),
+    "agent.headers": Walk(
+        "{{}}",
+        '{{x-mine = "yes"}}',
+        lambda seen: seen.rollouts[0].output["mine"],
+        (None, "yes"),
+        ('agent.function=""', "agent.url={agent}"),
+        worked,
+    ),
     "agent.tasks": Walk(
         "tasks.jsonl", "others.jsonl", lambda seen: seen.rollouts[0].task["file"], ("tasks", "others")
     ),

@@ -18,11 +18,12 @@ from spangrad.credit.rewards import by_rollout, rewards_of
 from spangrad.errors import ConfigError
 from spangrad.store.file_store import FileStore
 from spangrad.store.records import Reward, RewardAuthor, Rollout, RolloutStatus, Update
-from spangrad.trainer.config import AgentConfig, RolloutConfig, RunConfig, TrainConfig
+from spangrad.trainer.config import RolloutConfig, RunConfig, TrainConfig
 from spangrad.trainer.curriculum.curriculum_config import CurriculumConfig, SamplingConfig
 from spangrad.trainer.curriculum.evidence import successes_by_task
 from spangrad.trainer.curriculum.sampler import TaskSampler, turn_metrics
 from spangrad.trainer.plugins import load_tasks
+from spangrad.trainer.rollouts.agent_config import AgentConfig
 from spangrad.trainer.rollouts.scheduling import set_rollouts
 
 AUTHORS = ("evaluator", "operator")

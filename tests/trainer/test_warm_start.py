@@ -14,7 +14,7 @@ from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import encode_request
 from spangrad.store.records import Reward, RewardAuthor, Rollout, RolloutStatus
 from spangrad.tracer import conventions as c
-from spangrad.trainer.config import AgentConfig, RunConfig, TrainConfig
+from spangrad.trainer.config import RunConfig, TrainConfig
 from spangrad.trainer.policies.warm_start import (
     WarmStart,
     WarmStartConfig,
@@ -25,6 +25,7 @@ from spangrad.trainer.policies.warm_start import (
     read_expert,
     stamp_of,
 )
+from spangrad.trainer.rollouts.agent_config import AgentConfig
 
 CONFIG = WarmStartConfig(expert="expert.py:serve")
 

@@ -127,13 +127,14 @@ class ExpertRecord:
 def cache_name(config: WarmStartConfig, train: TrainConfig, seed: int) -> str:
     """Name of the cached policy: a hash of what makes it.
 
-    These are the settings of cloning, learner and agent, the seed, the example's Python files, the source
-    of adapters, credit, learner and policies, and the versions of torch and transformers.
+    These are the settings of cloning, learner and agent, the seed, the example's Python files and those that
+    the agent's command names, the source of adapters, credit, learner and policies, and the versions of
+    torch and transformers.
     """
     digest = hashlib.sha256()
     agent = train.agent
     settings = [asdict(config), asdict(train.learner), seed, train.eval.success_at]
-    settings += [agent.function, agent.tasks, agent.reward, dict(agent.env)]
+    settings += [agent.function, agent.command, agent.url, agent.tasks, agent.reward, dict(agent.env)]
     settings += [dict(train.credit.reward_weights)]
     settings += [importlib.metadata.version(name) for name in ("torch", "transformers")]
     digest.update(json.dumps(settings, default=str).encode())
@@ -141,7 +142,8 @@ def cache_name(config: WarmStartConfig, train: TrainConfig, seed: int) -> str:
     packages = [Path(module.__file__ or "").parent for module in (adapters, credit)]
     own = [*packages, trainer / "learning", trainer / "policies"]
     files = [file for folder in own for file in sorted(folder.rglob("*.py"))]
-    for file in [*sorted(Path(train.base_dir).glob("*.py")), *files]:
+    theirs = {*Path(train.base_dir).glob("*.py"), *(Path(train.base_dir, word) for word in agent.command)}
+    for file in [*sorted(file for file in theirs if file.is_file()), *files]:
         digest.update(f"{file.parent.name}/{file.name}".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -19,6 +19,7 @@ from typing import Any
 from spangrad.errors import RolloutError
 from spangrad.store.records import DEFAULT_REWARD
 from spangrad.trainer.processes import QUIET_ENV, die_with_parent, last_line
+from spangrad.trainer.rollouts.agent_start import AgentStart
 from spangrad.trainer.serving.serving_config import TransferName
 
 
@@ -35,7 +36,6 @@ class WorkerConfig:
     """Where the served version can be asked; none: it is not checked."""
     model: str
     """Name under which the policy is served."""
-    function: str
     reward: str | None
     """None: rollouts get no reward (recording an expert, say)."""
     base_dir: str
@@ -47,6 +47,11 @@ class WorkerConfig:
     """Put into the task as `temperature`."""
     log: str
     """File for what the agent prints."""
+    function: str = ""
+    command: tuple[str, ...] = ()
+    url: str = ""
+    """The agent: one of the three."""
+    headers: Mapping[str, str] = field(default_factory=dict)
     policy_version: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     engine_wait_s: float = 180.0
@@ -60,11 +65,20 @@ class WorkerConfig:
     """How the policy got into the engines: where they tell its version."""
 
     @property
-    def host_identity(self) -> tuple[object, ...]:
-        """Two configs with the same identity can share one agent's process."""
-        return (
-            *(self.function, self.base_dir, self.store, self.gateway_url),
-            *(self.agent_key, self.model, tuple(sorted(self.env.items()))),
+    def agent(self) -> AgentStart:
+        """What the agent's process is to know."""
+        return AgentStart(
+            function=self.function,
+            command=self.command,
+            url=self.url,
+            headers=dict(self.headers),
+            env=dict(self.env),
+            base_dir=self.base_dir,
+            store=self.store,
+            gateway_url=self.gateway_url,
+            has_gateway=self.has_gateway,
+            key=self.agent_key,
+            model=self.model,
         )
 
     def recording(self, *, run_id: str, url: str) -> "WorkerConfig":
@@ -79,7 +93,7 @@ class AgentProcess:
 
     def __init__(self, config: WorkerConfig) -> None:
         """Start it and wait until it has loaded the agent; RolloutError with its last words if it can't."""
-        self.identity = config.host_identity
+        self.start = config.agent
         self._replies: queue.Queue[dict[str, Any]] = queue.Queue()
         self._flushes = 0
         self._flushed = threading.Condition()
@@ -89,36 +103,29 @@ class AgentProcess:
         self._log = log
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "spangrad.trainer.rollouts.agent_host",
-                    *("--function", config.function),
-                    *("--base-dir", config.base_dir),
-                    *("--store", config.store),
-                ],
+                [sys.executable, "-m", "spangrad.trainer.rollouts.agent_host"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
                 env=_agent_env(config),
-                preexec_fn=die_with_parent,
+                preexec_fn=None if self.start.may_outlive_its_parent else die_with_parent,
             )
         self._reader = threading.Thread(target=self._read, daemon=True, name="agent-host")
         self._reader.start()
+        self._write(self.start.to_json())
         first = self.receive(120.0)
         if first is None or "ready" not in first:
             self.stop()
             raise RolloutError(
-                f"the agent {config.function!r} could not be started: {last_line(log)} (log: {log})"
+                f"the agent {self.start.name!r} could not be started: {last_line(log)} (log: {log})"
             )
+        self.can_stop: bool = first["can_stop"]
+        """Whether a single rollout can be ended."""
 
     def send(self, request: dict[str, Any]) -> None:
         """Send one request; a dead process is noticed by `receive`."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
+        self._write(json.dumps(request))
 
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
         """Next reply, or None; `{"exit": text}` when the process has ended."""
@@ -150,6 +157,12 @@ class AgentProcess:
         self._reader.join(5.0)
         if self._process.stdout is not None:
             self._process.stdout.close()
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

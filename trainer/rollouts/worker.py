@@ -9,20 +9,22 @@ happens here (`endings.py`), after the rollout has ended.
 * A gateway that was restarted or that dropped spans in mid-rollout may have lost calls: the attempt
   is run again. A restart is free, `FREE_GATEWAY_RETRIES` times a rollout; a drop uses the attempt up, as
   it may come back every time.
-* Time in which the worker waits for the gateway or its engine counts in no rollout's timeout.
+* An attempt that ended because the agent's server is away or busy is free, too, as often.
+* Time in which the worker waits for the gateway, its engine or the agent's server counts in no rollout's
+  timeout.
 * A failed or overdue attempt is requeued while attempts are left; half a rollout is
   never marked as succeeded.
 * A claim is made under the version that the engine serves then: it may change while the worker runs. After a
   failure the worker waits for the engine before it claims more; an engine that came back with older weights
   gets no rollouts.
-* A rollout that was given up or lost its lease is no longer counted: another one takes its place. Its agent
-  can't be stopped without its neighbours, so it goes on until it ends or is overdue.
+* A rollout that was given up or lost its lease is no longer counted: another one takes its place. A program
+  or a request is ended then, as one that is overdue is. A function can't be stopped without its neighbours:
+  it goes on until it ends or is overdue, and then its process is started anew.
 * A crash of the agent's process costs an attempt only where it is known whose fault it was.
 """
 
 import logging
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,13 +33,15 @@ from typing import Any
 
 import httpx
 
-from spangrad.errors import PublishError
+from spangrad.errors import AgentUnavailableError, PublishError
 from spangrad.store import open_store
 from spangrad.store.base import Store
 from spangrad.store.records import Rollout
+from spangrad.trainer.rollouts.agent_endpoint import wait_for_agent
 from spangrad.trainer.rollouts.agent_process import AgentProcess, WorkerConfig
 from spangrad.trainer.rollouts.endings import Endings, WorkerReport
 from spangrad.trainer.rollouts.gateway_client import GatewayState, flush, give_turns, wait_for_engine
+from spangrad.trainer.rollouts.heartbeat import Heartbeat
 from spangrad.trainer.serving.fleet import served_versions
 from spangrad.trainer.serving.transfers import transfer_of
 from spangrad.user_code import load_callable
@@ -48,9 +52,11 @@ LEASE_S = 30.0
 """Lease of a claimed rollout; a heartbeat every third of it."""
 FLUSH_EVERY_S = 0.25
 """Ended rollouts are flushed and finished together this often."""
-FREE_GATEWAY_RETRIES = 5
-"""A rollout for which the gateway is another one yet more often uses its attempts up: it may be the reason,
-or two gateways share the address."""
+FREE_RETRIES = 5
+"""A rollout for which the gateway is another one, or the agent's server away, yet more often uses its
+attempts up: it may be the reason, or two gateways share the address."""
+STOP_S = 10.0
+"""So long may a rollout take to end when it is told to; then the agent's process is started anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,8 @@ class _Attempt:
     """When it is overdue, on the monotonic clock."""
     gateway: GatewayState | None
     """State of the gateway when it began."""
+    is_stopping: bool = False
+    """The agent's process was told to end it."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -88,7 +96,7 @@ class RolloutWorker:
         """Work until the queue has nothing left for this run and split.
 
         Raises:
-            RolloutError: The agent can't be started.
+            RolloutError: The agent can't be started, or its server can't be reached.
             EngineError: The engine stayed away.
         """
         self._config = config
@@ -103,32 +111,28 @@ class RolloutWorker:
         )
         self._running: dict[str, _Attempt] = {}
         self._ended: dict[str, tuple[_Attempt, dict[str, Any]]] = {}
-        self._lost = set[tuple[str, int]]()
-        """What the heartbeat found to be no longer this worker's."""
         self._is_more_queued = True
         """Whether the last claim got all that it asked for."""
         self._version = config.policy_version
         self._suspects = 0
-        self._gateway_retries: Counter[str] = Counter()
+        self._free_retries: Counter[tuple[str, str]] = Counter()
+        """By rollout and what was to blame."""
         self._agent_host()  # an agent that can't be started must not cost a rollout its attempts
+        self._wait_for_agent()
         self._gateway: GatewayState | None = None
         while config.has_gateway and self._gateway is None:
             self._flush()
-        beat = threading.Event()
-        beating = threading.Thread(target=self._heartbeat, args=(beat,), daemon=True, name="heartbeat")
-        beating.start()
         try:
-            while True:
-                self._drop_lost()
-                self._claim()
-                if not self._running and not self._ended:
-                    return self._report
-                self._collect()
-                self._finish_ended()
-                self._stop_overdue()
+            with Heartbeat(self._store, self._name, LEASE_S, self._held) as heartbeat:
+                while True:
+                    self._drop(heartbeat.take_lost())
+                    self._claim()
+                    if not self._running and not self._ended:
+                        return self._report
+                    self._collect()
+                    self._finish_ended()
+                    self._stop_overdue()
         finally:
-            beat.set()
-            beating.join()
             self._store.close()
 
     def stop(self) -> None:
@@ -192,13 +196,12 @@ class RolloutWorker:
         self._report.engine_changed = self._version is None
         return not self._report.engine_changed
 
-    def _drop_lost(self) -> None:
+    def _drop(self, lost: Sequence[tuple[str, int]]) -> None:
         """Count no longer what somebody else has by now."""
-        for key in list(self._lost):
-            self._lost.discard(key)
+        for key in lost:
             attempt = self._running.get(key[0])
             if attempt is not None and attempt.key == key:
-                self._abandoned[key] = self._running.pop(key[0])
+                self._abandoned[key] = self._stop(self._running.pop(key[0]), "given up")
                 self._report.lost_leases += 1
                 logger.warning("%s: %s, attempt %d, is no longer this worker's", self._name, *key)
 
@@ -216,7 +219,7 @@ class RolloutWorker:
                 return
 
     def _agent_host(self) -> AgentProcess:
-        if self._host is not None and self._host.identity != self._config.host_identity:
+        if self._host is not None and self._host.start != self._config.agent:
             self.stop()
         if self._host is None:
             self._host = AgentProcess(self._config)
@@ -241,7 +244,7 @@ class RolloutWorker:
                 self._ended[rollout_id] = (running, reply)  # before the pop: the heartbeat must see it
                 del self._running[rollout_id]
                 self._suspects = max(0, self._suspects - 1)
-                if self._is_more_queued:
+                if self._is_more_queued and not _is_away(reply):
                     self._claim()
 
     def _finish_ended(self) -> None:
@@ -255,7 +258,11 @@ class RolloutWorker:
             rollout = attempt.rollout
             before, now = attempt.gateway, self._gateway
             if (before and before.instance) != (now and now.instance):
-                self._fail_for_gateway(rollout)
+                text = "the gateway was restarted in mid-rollout; calls may be missing"
+                blame = "it may end the gateway, or two share the address"
+                self._fail_freely(rollout, "GatewayRestartedError", text, blame)
+            elif _is_away(reply):
+                self._fail_freely(rollout, reply["error_type"], reply["error"], "it may be the reason")
             elif "failed" in reply:
                 self._endings.fail(rollout, reply["error_type"], reply["error"])
             elif before != now:
@@ -264,6 +271,8 @@ class RolloutWorker:
             else:
                 self._endings.succeed(rollout, reply["output"])
         self._hand_in()
+        if any(_is_away(reply) for _, reply in ended):
+            self._wait_for_agent()
         if any("failed" in reply for _, reply in ended):
             self._check_engine()
 
@@ -292,29 +301,44 @@ class RolloutWorker:
             self._ended.pop(rollout_id, None)
             self._running.pop(rollout_id, None)
 
-    def _fail_for_gateway(self, rollout: Rollout) -> None:
-        self._gateway_retries[rollout.rollout_id] += 1
-        count = self._gateway_retries[rollout.rollout_id]
-        text = "the gateway was restarted in mid-rollout; calls may be missing"
-        if count > FREE_GATEWAY_RETRIES:
-            text += f" (time {count} for this rollout: it may end the gateway, or two share the address)"
-        self._endings.fail(rollout, "GatewayRestartedError", text, free=count <= FREE_GATEWAY_RETRIES)
+    def _fail_freely(self, rollout: Rollout, error_type: str, text: str, blame: str) -> None:
+        """Have it run again; what is to blame if that comes to nothing every time is said then."""
+        self._free_retries[rollout.rollout_id, error_type] += 1
+        count = self._free_retries[rollout.rollout_id, error_type]
+        if count > FREE_RETRIES:
+            text += f" (time {count} for this rollout: {blame})"
+        self._endings.fail(rollout, error_type, text, free=count <= FREE_RETRIES)
 
     def _stop_overdue(self) -> None:
         if not self._overdue(self._running) and not self._overdue(self._abandoned):
             return
         self._collect(0.0)  # what ended while the worker was busy is not overdue
-        overdue = self._overdue(self._running)
-        if not overdue and not self._overdue(self._abandoned):
+        overdue, abandoned = self._overdue(self._running), self._overdue(self._abandoned)
+        if not overdue and not abandoned:
             return
-        self._report.timed_out += len(overdue)
+        why = f"over {self._config.timeout_s:.0f} s"
+        self._report.timed_out += sum(not attempt.is_stopping for attempt in overdue)
+        if not any(attempt.is_stopping for attempt in (*overdue, *abandoned)) and self._agent_host().can_stop:
+            for attempt in overdue:
+                self._running[attempt.rollout.rollout_id] = self._stop(attempt, why)
+            for attempt in abandoned:
+                self._abandoned[attempt.key] = self._stop(attempt, why)
+            return
         self.stop()  # a thread can't be stopped, its process can
-        text = f"over {self._config.timeout_s:.0f} s; the agent's process was restarted"
-        self._give_back("TimeoutError", text, guilty=overdue)
+        guilty = {attempt.rollout.rollout_id for attempt in overdue}
+        self._give_back("TimeoutError", f"{why}; the agent's process was restarted", guilty=guilty)
 
-    def _overdue(self, attempts: Mapping[Any, _Attempt]) -> set[str]:
+    def _stop(self, attempt: _Attempt, why: str) -> _Attempt:
+        """Have the agent's process end it if it can; its reply says so."""
+        host = self._agent_host()
+        if not host.can_stop:
+            return attempt
+        host.send({"stop": attempt.rollout.rollout_id, "attempt": attempt.rollout.attempt, "why": why})
+        return replace(attempt, until=time.monotonic() + STOP_S, is_stopping=True)
+
+    def _overdue(self, attempts: Mapping[Any, _Attempt]) -> list[_Attempt]:
         now = time.monotonic()
-        return {attempt.rollout.rollout_id for attempt in attempts.values() if attempt.until < now}
+        return [attempt for attempt in attempts.values() if attempt.until < now]
 
     def _agent_died(self, text: str) -> None:
         """Give its rollouts back; only one that ran alone is known to be the reason."""
@@ -343,18 +367,25 @@ class RolloutWorker:
     def _wait_for_engine(self, since: float) -> None:
         config = self._config
         wait_for_engine(config.gateway_url, config.engine_wait_s, config.evaluator_key)
+        self._count_no_time(since)
+
+    def _wait_for_agent(self) -> None:
+        """Wait for the agent's server, if it is one."""
+        began = time.monotonic()
+        if self._config.url:
+            wait_for_agent(self._config.url, self._config.engine_wait_s)
+            self._count_no_time(began)
+
+    def _count_no_time(self, since: float) -> None:
         waited_s = time.monotonic() - since
         for rollout_id, attempt in self._running.items():
             self._running[rollout_id] = replace(attempt, until=attempt.until + waited_s)
 
-    def _heartbeat(self, stop: threading.Event) -> None:
-        while not stop.wait(LEASE_S / 3):
-            attempts = [*self._running.copy().values(), *(one for one, _ in self._ended.copy().values())]
-            held = [(one.rollout.rollout_id, one.rollout.attempt) for one in attempts]
-            if not held:
-                continue
-            try:
-                lost = self._store.heartbeat(held, worker=self._name, lease_s=LEASE_S)
-                self._lost.update(key for key in held if key[0] in lost)
-            except Exception as error:  # a missed beat only risks the lease
-                logger.warning("%s: heartbeat failed: %s", self._name, error)
+    def _held(self) -> list[tuple[str, int]]:
+        ended = [attempt for attempt, _ in self._ended.copy().values()]
+        return [attempt.key for attempt in (*self._running.copy().values(), *ended)]
+
+
+def _is_away(reply: Mapping[str, Any]) -> bool:
+    """Whether a rollout failed because the agent's server is away or busy."""
+    return reply.get("error_type") == AgentUnavailableError.__name__

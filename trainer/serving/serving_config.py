@@ -43,7 +43,8 @@ class ServingConfig:
     """Largest mean difference, in nats, between the served and the learner's logprobs after a publish;
     more than 0."""
     engine_wait_s: float = 180.0
-    """How long a rollout worker waits for an engine that went away; 0 or more."""
+    """How long a rollout worker waits for an engine, or for the server of `agent.url`, that went away; 0 or
+    more."""
 
     def __post_init__(self) -> None:
         """Check ranges."""

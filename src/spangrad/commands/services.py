@@ -283,7 +283,8 @@ def up(
 
     A model folder is any Hugging Face folder with a chat template that vLLM
     can serve; `spangrad demo` leaves its own in .spangrad/policies. Says
-    which base URL and key an agent needs.
+    which base URL and key an agent needs; one that `spangrad train` runs or
+    asks (`agent.function`, `command` or `url`) gets both from there.
     """
     if is_hub(store):
         raise ConfigError(

@@ -40,7 +40,8 @@ def train(
     continues a run that was interrupted, however it was: nothing is trained
     twice or skipped. A monitor that pauses the run ends it with exit code 3
     and says how to go on. The config names a model folder (`serving.model`), the
-    one that `spangrad up` serves; examples/02_calculator has a config.
+    one that `spangrad up` serves, and an agent: a Python function, a program
+    (`command`) or a server (`url`); examples/02_calculator has a config.
 
     With a section [production] it makes no rollouts: it learns from sessions
     of live agents that have got a reward, and ends after the update at hand
