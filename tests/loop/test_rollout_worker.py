@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import httpx
 import pytest
@@ -127,7 +128,7 @@ def test_a_claim_is_made_under_the_version_that_is_served_then(hub, tmp_path):
     tasks = {"a": {"what": "wait for grader", "marker": str(marker)}, "b": {"what": "good"}}
     with stub_weights() as engine, ThreadPoolExecutor(1) as thread:
         engine.version = "3"
-        settings = {"engine_urls": (engine.url,), "policy_version": 2, "concurrency": 1}
+        settings: dict[str, Any] = {"engine_urls": (engine.url,), "policy_version": 2, "concurrency": 1}
         working = thread.submit(work, hub, tmp_path, tasks, **settings)
         wait_until(lambda: is_running(hub, tmp_path))
         engine.version = "4"
@@ -141,7 +142,7 @@ def test_a_claim_is_made_under_the_version_that_is_served_then(hub, tmp_path):
 def test_nothing_is_claimed_while_older_weights_are_served(hub, tmp_path, version):
     with stub_weights() as engine:
         engine.version = version
-        settings = {"engine_urls": (engine.url,), "policy_version": 2}
+        settings: dict[str, Any] = {"engine_urls": (engine.url,), "policy_version": 2}
         found, _, report = work(hub, tmp_path, {"a": {"what": "good"}}, **settings)
     assert (found["a"].status, found["a"].attempt) == (RolloutStatus.QUEUED, 0)
     assert report.engine_changed
@@ -256,7 +257,7 @@ def test_a_gateway_that_is_another_one_every_time_uses_attempts_up_in_the_end(hu
             found, rewards, report = work(hub, tmp_path, {"a": {"what": "good"}}, gateway_url=url)
     rollout = found["a"]
     assert (rollout.status, rollout.error_type) == (RolloutStatus.FAILED, "GatewayRestartedError")
-    assert "two share the address" in rollout.error and rewards == {}
+    assert "two share the address" in str(rollout.error) and rewards == {}
     assert rollout.max_attempts == 2 + FREE_RETRIES
     assert report.failed_attempts == rollout.attempt + 1 == rollout.max_attempts
 

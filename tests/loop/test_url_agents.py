@@ -154,8 +154,13 @@ def test_the_server_of_the_readme_is_an_agent(hub, tmp_path):
         command = [*program, "--port", str(port)]
         server = Service("agent", command, log=tmp_path / "server.log", ready_url="").start()
         try:
-            at = {"gateway_url": url, "url": f"http://127.0.0.1:{port}/run"}
-            found, _, report = work(hub, tmp_path, {"a": {"question": "hello"}}, **at)
+            found, _, report = work(
+                hub,
+                tmp_path,
+                {"a": {"question": "hello"}},
+                gateway_url=url,
+                url=f"http://127.0.0.1:{port}/run",
+            )
         finally:
             server.stop()
     assert report.first_error is None and found["a"].output["answer"]

@@ -47,7 +47,7 @@ def config_of(hub: Stack, tmp_path: Path, **settings: Any) -> WorkerConfig:
 def work(
     hub: Stack,
     tmp_path: Path,
-    tasks: Mapping[str, Mapping[str, Any]],
+    tasks: Mapping[str, Any],
     *,
     turns: Mapping[str, int] | None = None,
     **settings: Any,

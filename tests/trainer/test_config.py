@@ -138,7 +138,11 @@ def test_a_wrong_value_is_shown_with_what_was_expected(tmp_path, line, says):
     assert says in str(caught.value)
 
 
-KINDS = {"function": "a.py:run", "command": ("sh", "a.sh"), "url": "http://127.0.0.1:9000/run"}
+KINDS: dict[str, Any] = {
+    "function": "a.py:run",
+    "command": ("sh", "a.sh"),
+    "url": "http://127.0.0.1:9000/run",
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
