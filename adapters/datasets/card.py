@@ -72,6 +72,15 @@ class Side:
             self.reasons.update({reason_kind(reason) for reason in call.grade_reasons})
             self.with_reasoning += any(choice.message.get("reasoning") for choice in call.choices)
 
+    def merge(self, other: "Side") -> None:
+        """Count what another part of the same file holds, but for its rows."""
+        for name in ("rollouts", "calls", "unrewarded", "with_reasoning", "rewards"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("tasks", *_LIST_OF):
+            getattr(self, name).update(getattr(other, name))
+        if other.trained_tokens is not None:
+            self.trained_tokens = (self.trained_tokens or 0) + other.trained_tokens
+
     def to_json(self) -> dict[str, Any]:
         """The side as a JSON object."""
         rewards: dict[str, Any] = {"given": len(self.rewards), "missing": self.unrewarded}

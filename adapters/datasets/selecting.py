@@ -83,6 +83,12 @@ class Refused:
     rows: Counter[str] = field(default_factory=Counter)
     """Of what a format can't tell, and of secrets."""
 
+    def add(self, other: "Refused") -> None:
+        """Count what was left out elsewhere, too."""
+        self.rollouts += other.rollouts
+        self.calls += other.calls
+        self.rows += other.rows
+
 
 @dataclass(slots=True)
 class Selection:
@@ -100,6 +106,17 @@ class Selection:
         return [one for one in self.chosen if in_heldout(one.task_key, heldout) == is_heldout]
 
 
+@dataclass(slots=True)
+class Looked:
+    """What was seen of some rollouts: enough to choose among them."""
+
+    found: list[Chosen] = field(default_factory=list)
+    """Those that may go out, as far as each says by itself."""
+    refused: Refused = field(default_factory=Refused)
+    tasks: dict[str, str] = field(default_factory=dict)
+    """As `Selection.tasks`."""
+
+
 def select(
     store: Store,
     rollouts: Sequence[Rollout],
@@ -108,31 +125,48 @@ def select(
     progress: Progress | None = None,
 ) -> Selection:
     """Choose among rollouts. Memory: the calls of `ROLLOUTS_AT_ONCE` of them."""
-    refused = Refused()
+    parts = in_parts(rollouts, ROLLOUTS_AT_ONCE)
+    looked = (look(store, part, filters, outcomes) for part in parts)
+    return choose(looked, rollouts, filters, progress)
+
+
+def look(store: Store, rollouts: Sequence[Rollout], filters: Filters, outcomes: Outcomes) -> Looked:
+    """Read the calls of some rollouts."""
+    looked = Looked()
+    refused = looked.refused
+    ended = [rollout for rollout in rollouts if _has_ended(rollout, refused)]
+    calls = _calls_by_rollout(store, ended)
+    rewards = outcomes(ended, calls)
+    for rollout in ended:
+        usable = usable_calls(calls[rollout.rollout_id], filters, refused)
+        reward = rewards.get(rollout.rollout_id)
+        if not usable:
+            refused.rollouts["no usable call"] += 1
+            continue
+        key = task_key(rollout.task_id, rollout.group_id, _first(calls[rollout.rollout_id]))
+        exported = _exported(rollout, usable, reward, key)
+        looked.tasks[rollout.rollout_id] = exported.task_key
+        if filters.min_reward is not None and (reward is None or reward < filters.min_reward):
+            why = "no reward" if reward is None else f"reward below {filters.min_reward:g}"
+            refused.rollouts[why] += 1
+            continue
+        looked.found.append(Chosen(rollout, exported.task_key, reward, exported.fingerprint))
+    return looked
+
+
+def choose(
+    looked: Iterable[Looked], rollouts: Sequence[Rollout], filters: Filters, progress: Progress | None = None
+) -> Selection:
+    """Choose among rollouts, of which each `ROLLOUTS_AT_ONCE` were looked at together, in their order."""
     found: list[Chosen] = []
+    refused = Refused()
     tasks: dict[str, str] = {}
-    done = 0
-    for part in in_parts(rollouts, ROLLOUTS_AT_ONCE):
-        ended = [rollout for rollout in part if _has_ended(rollout, refused)]
-        calls = _calls_by_rollout(store, ended)
-        rewards = outcomes(ended, calls)
-        for rollout in ended:
-            usable = usable_calls(calls[rollout.rollout_id], filters, refused)
-            reward = rewards.get(rollout.rollout_id)
-            if not usable:
-                refused.rollouts["no usable call"] += 1
-                continue
-            key = task_key(rollout.task_id, rollout.group_id, _first(calls[rollout.rollout_id]))
-            exported = _exported(rollout, usable, reward, key)
-            tasks[rollout.rollout_id] = exported.task_key
-            if filters.min_reward is not None and (reward is None or reward < filters.min_reward):
-                why = "no reward" if reward is None else f"reward below {filters.min_reward:g}"
-                refused.rollouts[why] += 1
-                continue
-            found.append(Chosen(rollout, exported.task_key, reward, exported.fingerprint))
-        done += len(part)
+    for number, one in enumerate(looked, start=1):
+        found += one.found
+        tasks |= one.tasks
+        refused.add(one.refused)
         if progress is not None:
-            progress(done, len(rollouts))
+            progress(min(number * ROLLOUTS_AT_ONCE, len(rollouts)), len(rollouts))
     chosen = _best(_without_repeats(found, refused) if filters.drop_repeats else found, filters, refused)
     chosen.sort(key=lambda one: (one.task_key, one.rollout.rollout_id))
     return Selection(chosen, refused, seen=len(rollouts), tasks=tasks)

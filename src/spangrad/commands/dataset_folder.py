@@ -6,9 +6,10 @@ Knows which part writes which format; knows no command line. Loaded by the comma
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from spangrad.adapters.datasets.card import Card, Side
 from spangrad.adapters.datasets.export import write_sides
@@ -23,10 +24,13 @@ from spangrad.commands.filters import rollouts_named_by
 from spangrad.commands.options import other_names
 from spangrad.commands.output import progress_bar
 from spangrad.commands.rendering import mixed_ids
-from spangrad.commands.transition_files import Credit, TransitionWriter, outcomes_by
+from spangrad.commands.transition_files import Credit, PartRows, Rows, TransitionWriter, outcomes_by
 from spangrad.errors import EmptyBatchError
 from spangrad.store.base import Store
 from spangrad.store.records import Rollout
+
+if TYPE_CHECKING:
+    from spangrad.commands.parallel_export import Workers
 
 TRANSITIONS: Final = "transitions"
 COPIES: Final = ("otlp", "otlp-proto")
@@ -57,6 +61,8 @@ class Order:
     run: str | None = None
     keep_secrets: bool = False
     licence: str | None = None
+    workers: "Workers | None" = None
+    """Who reads the calls of transitions and credits them; None: this process."""
 
     @property
     def is_copy(self) -> bool:
@@ -87,7 +93,10 @@ def write_dataset(folder: Path, store: Store, order: Order) -> Card:
     else:
         with progress_bar("choosing") as progress:
             outcomes = outcomes_by(store, order.credit.authors, order.credit.weights)
-            selection = select(store, wanted, order.filters, outcomes, progress)
+            if order.workers is not None:
+                selection = order.workers.select(wanted, progress)
+            else:
+                selection = select(store, wanted, order.filters, outcomes, progress)
         sides, refused = _write(folder, store, order, selection, wanted, scanner), selection.refused
     card = Card(
         format=order.form,
@@ -119,9 +128,10 @@ def _write(
     keep = order.keep_secrets
     with progress_bar("writing") as progress:
         if order.form == TRANSITIONS:
-            writer = TransitionWriter(
-                store, selection, order.filters, order.credit, scanner, keep_secrets=keep
-            )
+            rows: Rows = PartRows(store, order.filters, order.credit, scanner, keep_secrets=keep)
+            if order.workers is not None:
+                rows = partial(order.workers.rows, scanner=scanner)
+            writer = TransitionWriter(store, selection, order.filters, rows)
             return writer.write(folder, wanted, progress)
         form = FORMATS[order.form]
         return write_sides(

@@ -23,6 +23,7 @@ from spangrad.commands.options import (
     RunOption,
     SqlOption,
     StoreOption,
+    is_hub,
     opened,
     require,
     stop_on_sigterm,
@@ -111,6 +112,14 @@ def export(
     keep_secrets: Annotated[
         bool, typer.Option("--keep-secrets", help="Keep rows in which a key or a token was found.")
     ] = False,
+    workers: Annotated[
+        int,
+        typer.Option(
+            "--workers",
+            min=1,
+            help="Of transitions: processes that read the store's file with its archive, and credit (Ray).",
+        ),
+    ] = 1,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if an export wrote it.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -120,7 +129,8 @@ def export(
     a card that says what is in it and what was left out, with reasons. It is
     written whole or not at all; the same command gives the same bytes.
 
-    transitions is Parquet: token ids, masks, behaviour logprobs, advantages.
+    transitions is Parquet: token ids, masks, behaviour logprobs, advantages;
+    with --workers several processes make it out of a long history.
     otlp (JSON lines) and otlp-proto give back the spans and log records as
     they came; only --sql, --rollout and --run choose among them.
     """
@@ -134,6 +144,8 @@ def export(
     for option, given in (("--clone", clone), ("--tokenizer", tokenizer)):
         if given and form.value != TRANSITIONS:
             raise ConfigError(f"{option} is for transitions only, not for {form.value}")
+    if workers > 1:
+        _check_workers(form, store)
     if form.value in COPIES and (min_reward is not None or min_grade or policy or per_task or heldout):
         raise ConfigError(
             f"{form.value} copies what came in; only --sql, --rollout and --run choose among it"
@@ -158,9 +170,30 @@ def export(
         heldout=heldout,
     )
     order = Order(form.value, filters, credit, sql, rollout or None, run, keep_secrets, licence)
+    if workers > 1:
+        from spangrad.commands.parallel_export import Workers
+
+        path = str(Path(store).absolute())
+        order = replace(order, workers=Workers(path, workers, filters, credit, keep_secrets))
     with stop_on_sigterm(), opened(store, key) as source, whole_folder(out, force=force) as folder:
         card = write_dataset(folder, source, order)
     _tell(out, card, as_json=as_json)
+
+
+def _check_workers(form: ExportFormat, store: str) -> None:
+    """Refuse --workers where they could do nothing.
+
+    Raises:
+        ConfigError: The format or the store is not one for them.
+    """
+    if form is not ExportFormat.TRANSITIONS:
+        raise ConfigError(f"--workers is for transitions only, not for {form.value}")
+    if is_hub(store):
+        raise ConfigError(
+            f"--workers read a store's file, and {store!r} is a hub, one process that has its file alone;"
+            " stop the hub and give the file with --store, or leave --workers out"
+        )
+    require("`spangrad export --workers`", "train")
 
 
 def _check_objective(config: Path, name: str) -> None:

@@ -4,8 +4,9 @@ Knows how credit's rows become columns, and that a rollout is compared with its 
 is left out. Knows no command line.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,7 @@ from spangrad.adapters.datasets.selecting import (
     Filters,
     Outcomes,
     Progress,
+    Refused,
     Selection,
     usable_calls,
 )
@@ -27,7 +29,7 @@ from spangrad.adapters.datasets.writing import write_parquet
 from spangrad.adapters.model_call import ModelCall
 from spangrad.credit.aggregation import weigh
 from spangrad.credit.credit_config import CreditConfig
-from spangrad.credit.pipeline import CreditedBatch, credited_rows
+from spangrad.credit.pipeline import credited_rows
 from spangrad.credit.rendered import Render, row_models
 from spangrad.credit.rewards import by_rollout, total_reward
 from spangrad.credit.transition import Transition
@@ -83,22 +85,33 @@ def outcomes_by(store: Store, authors: Sequence[str], weights: Mapping[str, floa
     return outcomes
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Chosen rollouts of some tasks, and all that they are compared with."""
+
+    chosen: Sequence[Chosen]
+    members: Sequence[Rollout]
+    """Of their groups, each with the id of its group."""
+
+
+@dataclass(slots=True)
+class PartWritten:
+    """What there is to say of the rows of a part."""
+
+    side: Side = field(default_factory=lambda: Side("", trained_tokens=0))
+    refused: Refused = field(default_factory=Refused)
+
+
+Rows = Callable[[Sequence[Part]], Iterable[tuple[Iterable[Mapping[str, Any]], PartWritten]]]
+"""Of each part in its order: its rows, and what is known of them when all are taken."""
+
+
 class TransitionWriter:
     """Writes credited rows. A rollout is compared with its whole group, also with what is left out."""
 
-    def __init__(
-        self,
-        store: Store,
-        selection: Selection,
-        filters: Filters,
-        credit: Credit,
-        scanner: Scanner,
-        *,
-        keep_secrets: bool,
-    ) -> None:
-        """Of `selection`, which was made with these filters."""
-        self._store, self._selection, self._filters = store, selection, filters
-        self._credit, self._scanner, self._keep_secrets = credit, scanner, keep_secrets
+    def __init__(self, store: Store, selection: Selection, filters: Filters, rows: Rows) -> None:
+        """Of `selection`, which was made with these filters; `rows` makes those of a part."""
+        self._store, self._selection, self._filters, self._make_rows = store, selection, filters, rows
         self._groups: dict[str, list[Rollout]] = {}
 
     def write(self, folder: Path, seen: Sequence[Rollout], progress: Progress | None) -> dict[str, Side]:
@@ -131,23 +144,47 @@ class TransitionWriter:
 
     def _rows(
         self, chosen: Sequence[Chosen], side: Side, done: int, progress: Progress | None
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[Mapping[str, Any]]:
+        parts = list(self._parts(chosen))
+        for part, (rows, written) in zip(parts, self._make_rows(parts), strict=True):
+            yield from rows
+            side.merge(written.side)
+            self._selection.refused.add(written.refused)
+            done += len(part.chosen)
+            if progress is not None:
+                progress(done, len(self._selection.chosen))
+
+    def _parts(self, chosen: Sequence[Chosen]) -> Iterator[Part]:
         tasks = [list(members) for _, members in groupby(chosen, key=lambda one: one.task_key)]
         waiting: list[Chosen] = []
         for number, members in enumerate(tasks, start=1):
             waiting += members
             if len(waiting) >= ROLLOUTS_AT_ONCE or number == len(tasks):
-                yield from self._batch(waiting, side)
-                done += len(waiting)
+                groups = sorted({one.rollout.group_id or one.task_key for one in waiting})
+                yield Part(waiting, [one for group in groups for one in self._groups[group]])
                 waiting = []
-                if progress is not None:
-                    progress(done, len(self._selection.chosen))
 
-    def _batch(self, chosen: Sequence[Chosen], side: Side) -> Iterator[dict[str, Any]]:
 
-        by_id = {one.rollout.rollout_id: one for one in chosen}
-        groups = sorted({one.rollout.group_id or one.task_key for one in chosen})
-        members = [one for group in groups for one in self._groups[group]]
+class PartRows:
+    """Makes the rows of parts out of a store."""
+
+    def __init__(
+        self, store: Store, filters: Filters, credit: Credit, scanner: Scanner, *, keep_secrets: bool
+    ) -> None:
+        """As `spangrad export` was told."""
+        self._store, self._filters, self._credit = store, filters, credit
+        self._scanner, self._keep_secrets = scanner, keep_secrets
+
+    def __call__(self, parts: Iterable[Part]) -> Iterator[tuple[Iterator[dict[str, Any]], PartWritten]]:
+        """Rows of each part, and what is known of them when all are taken."""
+        for part in parts:
+            written = PartWritten()
+            yield self._batch(part, written), written
+
+    def _batch(self, part: Part, written: PartWritten) -> Iterator[dict[str, Any]]:
+        side, refused = written.side, written.refused
+        by_id = {one.rollout.rollout_id: one for one in part.chosen}
+        members = list(part.members)
         if self._credit.config is None:
             members = [one for one in members if one.rollout_id in by_id]
         batch = credited_rows(
@@ -161,28 +198,25 @@ class TransitionWriter:
         )
         calls = {call.call_id: call for call in batch.calls if call.rollout_id in by_id}
         usable = {call.call_id for call in usable_calls(list(calls.values()), self._filters)}
-        self._count_refused(batch, usable)
+        for one in batch.refused:  # by credit, of what the filters let pass
+            if one.call_id in usable:
+                refused.calls[one.counted_as] += 1
         side.altered.update(batch.notes)
-        rows = [row for row in batch.rows if row.rollout_id in by_id and self._may_go(row, calls)]
+        rows = [
+            row for row in batch.rows if row.rollout_id in by_id and self._may_go(row, calls, refused.rows)
+        ]
         rows.sort(key=lambda row: (by_id[row.rollout_id].task_key, row.rollout_id))
         for rollout_id, own in groupby(weigh(rows, n_rollouts=1), key=lambda row: row.rollout_id):
-            one, told = by_id[rollout_id], list(own)
+            source, told = by_id[rollout_id], list(own)
             trained = [calls[segment.call_id] for row in told for segment in row.segments]
             trained = list({call.call_id: call for call in trained}.values())
-            side.add(Exported(rollout_id, one.task_key, trained, one.reward))
+            side.add(Exported(rollout_id, source.task_key, trained, source.reward))
             side.row_models.update(row_models(told, calls))
             for row in told:
                 side.trained_tokens = (side.trained_tokens or 0) + int(row.action_mask.sum())
-                yield _row(row, one, calls)
+                yield _row(row, source, calls)
 
-    def _count_refused(self, batch: CreditedBatch, usable: set[str]) -> None:
-        """What credit refused of what the filters let pass."""
-        for one in batch.refused:
-            if one.call_id in usable:
-                self._selection.refused.calls[one.counted_as] += 1
-
-    def _may_go(self, row: Transition, calls: Mapping[str, ModelCall]) -> bool:
-        refused = self._selection.refused.rows
+    def _may_go(self, row: Transition, calls: Mapping[str, ModelCall], refused: Counter[str]) -> bool:
         own = [calls[segment.call_id] for segment in row.segments]
         if self._filters.policy is not None and any(call.model != self._filters.policy for call in own):
             refused[MIXED] += 1
