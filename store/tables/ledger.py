@@ -5,12 +5,13 @@ Knows the tables `updates`, `update_samples`, `update_reads`, `metrics`, `events
 
 * an update is there with all its samples, reads, metrics and consumed rollouts, or not at all;
 * indexes of a run count 0, 1, 2, ... without a gap;
-* a rollout is consumed by at most one update;
+* a rollout is consumed by at most one update; in the place of a session that was joined to an earlier one
+  since it was read, that one is;
 * a monitor has at most one event of an update: the first stands.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -126,12 +127,28 @@ def _consume(con: duckdb.DuckDBPyConnection, update: Update, label: str) -> None
             raise StoreError(
                 f"{label}: rollout {rollout_id!r} was consumed by update {index} of run {run_id!r}"
             )
-    if missing := sorted(set(ids) - {row[0] for row in found}):
-        raise StoreError(f"{label}: there is no rollout {missing[0]!r}; enqueue it or send its spans first")
+    missing = set(ids) - {row[0] for row in found}
+    joined = _joined_since(con, missing)
+    if unknown := sorted(missing - joined.keys()):
+        raise StoreError(f"{label}: there is no rollout {unknown[0]!r}; enqueue it or send its spans first")
+    read = {one.rollout_id for one in update.reads if one.call_id is not None}
     con.execute(
-        "UPDATE rollouts SET consumed_run = ?, consumed_by = ? WHERE rollout_id IN (SELECT unnest(?))",
-        [update.run_id, update.update_index, ids],
+        "UPDATE rollouts SET consumed_run = ?, consumed_by = ? WHERE consumed_by IS NULL"
+        " AND rollout_id IN (SELECT unnest(?))",
+        [update.run_id, update.update_index, [*ids, *(now for was, now in joined.items() if was in read)]],
     )
+
+
+def _joined_since(con: duckdb.DuckDBPyConnection, rollout_ids: Collection[str]) -> dict[str, str]:
+    """Of sessions that became a part of an earlier one since they were read: which one that is."""
+    if not rollout_ids:
+        return {}
+    rows = con.execute(
+        "SELECT trace_id, rollout_id FROM sessions WHERE trace_id IN (SELECT unnest(?))"
+        " AND rollout_id <> trace_id",
+        [sorted(rollout_ids)],
+    ).fetchall()
+    return dict(rows)
 
 
 def select_updates(

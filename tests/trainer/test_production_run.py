@@ -196,6 +196,70 @@ def test_a_trainer_that_dies_before_the_commit_trains_no_session_twice(make_run,
         assert not run.wait(asked_after(1))
 
 
+def raw_session(store: Store, trace: str, *, start_ns: int, reward: float | None = None) -> str:
+    """A session that nobody named, of one call through a gateway. Returns its name, which is its trace's."""
+    assert isinstance(store, FileStore)
+    told = text_attributes(**token_attributes([1, 2], [3, int(trace, 16) % 100 + 5], version=0))
+    made = span("c", trace=trace, scope=c.SCOPE_GATEWAY, start_ns=start_ns, attributes=told)
+    store.put_otlp(encode_request([made]))
+    account_unread(store)
+    if reward is not None:
+        store.put_rewards([Reward(made.trace_id, reward)])
+    return made.trace_id
+
+
+def join(store: Store, early: str, late: str) -> None:
+    """What the hub does that learns that one session goes on from the other."""
+    assert isinstance(store, FileStore)
+    store.set_sessions([{early: None, late: "conversation id"}])
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["commits", "commits after a restart"])
+def test_a_session_that_becomes_a_part_of_another_one_meanwhile_is_trained_once(make_run, monkeypatch, dies):
+    run = make_run()
+    late = [raw_session(run.store, f"a{n}", start_ns=100 + n, reward=n % 2) for n in range(3)]
+    with run.harvest():
+        assert run.wait()
+        batch, rollouts, metrics = run.collect()
+        assert [one.rollout_id for one in rollouts] == late
+        early = raw_session(run.store, "b0", start_ns=1)
+        join(run.store, early, late[1])
+        with monkeypatch.context() as patch:
+            if dies:
+                patch.setattr(run.store, "commit_update", lambda update: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    run.learn(batch, rollouts, metrics)
+            else:
+                run.learn(batch, rollouts, metrics)
+    run = make_run()
+    monkeypatch.setattr(run, "_publish_weights", dict)  # the engine of this test tells no logprobs
+    run._resume()
+    assert consumed(run) == {late[0]: 0, early: 0, late[2]: 0}
+    (update,) = run.store.updates("live")
+    assert update.rollout_ids == late
+    with run.harvest():
+        assert set(run.feeder.waiting().values()) == {0}
+
+
+def test_a_session_that_was_joined_before_its_calls_were_read_stays_for_later(make_run):
+    run = make_run()
+    late = [raw_session(run.store, f"a{n}", start_ns=100 + n, reward=n % 2) for n in range(3)]
+    early = raw_session(run.store, "b0", start_ns=1)
+    with run.harvest():
+        assert run.wait()
+        taken = run.feeder.take()
+        join(run.store, early, late[1])
+        batch = run._crediting.rows(run.store, taken.rollouts, 0)
+        run.learn(batch, taken.rollouts, {})
+    assert consumed(run) == {late[0]: 0, early: None, late[2]: 0}
+
+
+def test_a_session_that_never_was_is_no_joined_one(make_run):
+    run = make_run()
+    with pytest.raises(StoreError, match="there is no rollout 'nobody'"):
+        run.store.commit_update(Update("live", 0, 1, ["nobody"], [], {}, "c"))
+
+
 def test_waiting_and_a_looser_grade_are_as_the_config_says(make_run):
     changes = ["production.idle_s=1e15", "production.reward_wait_s=1e15", "credit={}", "learner.objective=bc"]
     run = make_run(*changes)
