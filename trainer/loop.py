@@ -51,8 +51,9 @@ from spangrad.trainer.replaying import made_of
 from spangrad.trainer.resuming import claim_folder, continues, load_keys, repair, update_from_json
 from spangrad.trainer.rollouts.admission import Pace
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
-from spangrad.trainer.rollouts.feeder import Crew, Feeder, Taken
+from spangrad.trainer.rollouts.feeder import Crew, Feeder
 from spangrad.trainer.rollouts.scheduling import RunKeys, Workers, set_rollouts, worker_config
+from spangrad.trainer.rollouts.source import Source
 from spangrad.trainer.serving.fleet import Probe
 from spangrad.trainer.serving.served import ServedPolicy
 from spangrad.trainer.update_metrics import (
@@ -125,6 +126,8 @@ class Run:
         self.served.fleet.others(0)  # raises if no engine answers
         self._weights = self._model
         """Where the learner's current weights are kept: the starting folder, then a checkpoint."""
+        self.source: Source
+        """Of its rollouts, for as long as `feed` or `harvest` lasts."""
         self._probe_rows = [probe_row()]
         self._probe_before: list[NDArray[np.float32]] | None = None
         """The learner's logprobs of `_probe_rows` before the update that is to be published."""
@@ -188,7 +191,7 @@ class Run:
     def feed(self, crew: Crew) -> Iterator[Feeder]:
         """Have rollouts done, from here on and ahead of the learner, for as long as the block lasts."""
         config = self.config
-        feeder = Feeder(
+        self.source = feeder = Feeder(
             self.store,
             config.run.id,
             Pace(config.rollout.groups_per_update, config.rollout.max_staleness, config.run.updates),
@@ -196,9 +199,9 @@ class Run:
             crew=crew,
             worker=self._worker,
             before_round=self.served.ensure,
+            slots=config.agent.workers * config.agent.concurrency,
             straggler_s=config.rollout.straggler_s,
         )
-        self.feeder: Feeder | Harvest = feeder
         with feeder.started(update_index=self.update_index, policy_version=self.policy_version):
             yield feeder
 
@@ -206,7 +209,7 @@ class Run:
     def harvest(self) -> Iterator[Harvest]:
         """Look what live agents have done and what was said of it, for as long as the block lasts."""
         assert self.config.production is not None
-        self.feeder = harvest = Harvest(
+        self.source = harvest = Harvest(
             self.store,
             self.config,
             self.config.production,
@@ -220,7 +223,7 @@ class Run:
         """Whether there is an update to collect for; a run on live sessions waits until there are enough."""
         if self.update_index >= self.config.run.updates:
             return False
-        return not isinstance(self.feeder, Harvest) or self.feeder.wait(is_asked_to_stop)
+        return self.source.wait(is_asked_to_stop)
 
     def collect(self) -> tuple[CreditedBatch, list[Rollout], Metrics]:
         """Rollouts of the next update, credited; more are taken until enough groups say something."""
@@ -238,10 +241,10 @@ class Run:
                     *(self.update_index, informative, len(seen), config.informative_groups),
                     *(refill, refills),
                 )
-            taken = self.feeder.take(is_more=bool(refill))
+            taken = self.source.take(is_more=bool(refill))
             seen += taken.rollouts
             if not refill:
-                metrics |= self._of_rollouts_meanwhile(taken)
+                metrics |= self.source.meanwhile(taken)
             metrics["rollout/cut"] += taken.cut
             metrics["time/wait_s"] += taken.waited_s
             critic = None if self.config.critic is None else self._values
@@ -265,15 +268,6 @@ class Run:
     def _values(self, rows: Sequence[Transition]) -> Sequence[Sequence[float]]:
         values: Sequence[Sequence[float]] = call(self.learner.values, rows)
         return values
-
-    def _of_rollouts_meanwhile(self, taken: Taken) -> Metrics:
-        if isinstance(self.feeder, Harvest):
-            return self.feeder.metrics()
-        agent = self.config.agent
-        return {
-            "rollout/outstanding": float(taken.outstanding),
-            "rollout/busy_share": taken.running / (agent.workers * agent.concurrency),
-        }
 
     def _worker(self) -> WorkerConfig:
         return worker_config(
@@ -353,7 +347,7 @@ class Run:
 
     def advance(self) -> None:
         """Let rollouts of the version that is served now follow; said again, it changes nothing."""
-        self.feeder.advance(update_index=self.update_index, policy_version=self.policy_version)
+        self.source.advance(update_index=self.update_index, policy_version=self.policy_version)
 
     def _judge(self) -> Metrics:
         """What follows from decisions about the version that is served, and from its evaluation, if due."""

@@ -120,6 +120,7 @@ def _busy(url: str, *, staleness: int, slots: int, updates: int) -> float:
         crew=crew,
         worker=lambda: IDLE,
         before_round=lambda: None,
+        slots=slots,
     )
     ends: list[float] = []
     with feeder.started(update_index=0, policy_version=0):

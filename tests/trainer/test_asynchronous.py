@@ -159,7 +159,7 @@ def all_updates(run: Run, crew: Threads) -> list[Metrics]:
         while run.update_index < UPDATES:
             history.append(run.learn(*run.collect()))
             run.served.publish(run.policy_version, run.learner.export_weights)
-            run.feeder.advance(update_index=run.update_index, policy_version=run.policy_version)
+            run.source.advance(update_index=run.update_index, policy_version=run.policy_version)
     return history
 
 

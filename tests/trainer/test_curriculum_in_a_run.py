@@ -104,7 +104,7 @@ def all_updates(run: Run) -> list[Metrics]:
         while run.update_index < UPDATES:
             history.append(run.learn(*run.collect()))
             run.served.publish(run.policy_version, run.learner.export_weights)
-            run.feeder.advance(update_index=run.update_index, policy_version=run.policy_version)
+            run.source.advance(update_index=run.update_index, policy_version=run.policy_version)
     return history
 
 

@@ -47,6 +47,7 @@ def feeder(store: FileStore, crew: Crew, *, staleness: int = 0, straggler_s: flo
         crew=crew,
         worker=lambda: WORKER,
         before_round=lambda: None,
+        slots=1,
         straggler_s=straggler_s,
     )
 

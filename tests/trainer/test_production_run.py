@@ -106,7 +106,7 @@ def test_an_update_consumes_what_was_rewarded_and_the_next_one_what_its_policy_d
         live(run.store, ["a0", "a1", "a2", "a3", "a4"], version=0, rewards=[1.0, None, 0.0, 1.0, 0.0])
         assert run.wait()
         metrics = run.learn(*run.collect())
-        run.feeder.advance(update_index=run.update_index, policy_version=run.policy_version)
+        run.source.advance(update_index=run.update_index, policy_version=run.policy_version)
         assert consumed(run) == {"a0": 0, "a1": None, "a2": 0, "a3": 0, "a4": None}
         assert metrics["data/trained_tokens"] == 6  # two of three: the very first has no baseline
         assert (metrics["production/ready"], metrics["production/unrewarded"]) == (1, 1)
@@ -238,7 +238,7 @@ def test_a_session_that_becomes_a_part_of_another_one_meanwhile_is_trained_once(
     (update,) = run.store.updates("live")
     assert update.rollout_ids == late
     with run.harvest():
-        assert set(run.feeder.waiting().values()) == {0}
+        assert set(run.source.waiting().values()) == {0}
 
 
 def test_a_session_that_was_joined_before_its_calls_were_read_stays_for_later(make_run):
@@ -247,7 +247,7 @@ def test_a_session_that_was_joined_before_its_calls_were_read_stays_for_later(ma
     early = raw_session(run.store, "b0", start_ns=1)
     with run.harvest():
         assert run.wait()
-        taken = run.feeder.take()
+        taken = run.source.take()
         join(run.store, early, late[1])
         batch = run._crediting.rows(run.store, taken.rollouts, 0)
         run.learn(batch, taken.rollouts, {})
@@ -264,9 +264,9 @@ def test_waiting_and_a_looser_grade_are_as_the_config_says(make_run):
     changes = ["production.idle_s=1e15", "production.reward_wait_s=1e15", "credit={}", "learner.objective=bc"]
     run = make_run(*changes)
     with run.harvest():
-        assert isinstance(run.feeder, Harvest)
+        assert isinstance(run.source, Harvest)
         live(run.store, ["a0", "a1", "a2", "a3"], version=0, rewards=[1.0, None, 1.0, 1.0])
-        assert run.feeder.waiting()["ready"] == 3  # an own root span ends a session at once
+        assert run.source.waiting()["ready"] == 3  # an own root span ends a session at once
         assert not run.wait(asked_after(1))  # a1 holds up what ended after it
         run.store.put_rewards([Reward("a1", 0.0)])
         assert run.wait()
@@ -276,15 +276,15 @@ def test_waiting_and_a_looser_grade_are_as_the_config_says(make_run):
         assert isinstance(run.store, FileStore)
         run.store.put_otlp(encode_request([text]))
         account_unread(run.store)
-        assert run.feeder.waiting()["unended"] == 1
+        assert run.source.waiting()["unended"] == 1
     run = make_run(*changes[1:])
     with run.harvest():
-        assert isinstance(run.feeder, Harvest)
-        assert run.feeder.waiting()["unrewarded"] == 1  # it is old enough, and its grade will do
+        assert isinstance(run.source, Harvest)
+        assert run.source.waiting()["unrewarded"] == 1  # it is old enough, and its grade will do
     run = make_run()
     with run.harvest():
-        assert isinstance(run.feeder, Harvest)
-        assert run.feeder.waiting()["no_grade"] == 1
+        assert isinstance(run.source, Harvest)
+        assert run.source.waiting()["no_grade"] == 1
 
 
 def test_held_out_sessions_are_measured_and_never_consumed(make_run):

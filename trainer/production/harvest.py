@@ -26,7 +26,7 @@ from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.production.eligibility import Moment, Rules, held_out, ready, states
 from spangrad.trainer.production.production_config import ProductionConfig
-from spangrad.trainer.rollouts.feeder import Taken
+from spangrad.trainer.rollouts.source import Taken
 from spangrad.trainer.update_metrics import Metrics
 
 LOOK_S: Final = 2.0
@@ -108,7 +108,7 @@ class Harvest:
         self._spoken_for.update(ids)
         by_id = {rollout.rollout_id: rollout for rollout in self._store.rollouts(rollout_ids=ids)}
         rollouts = [by_id[name] for name in ids if name in by_id]
-        return Taken(rollouts, cut=0, outstanding=0, waited_s=0.0, running=0.0)
+        return Taken(rollouts)
 
     def advance(self, *, update_index: int, policy_version: int) -> None:
         """What was given is consumed, or may be given again; these weights are served."""
@@ -130,7 +130,7 @@ class Harvest:
             f" {found['held_out']} held out"
         )
 
-    def metrics(self) -> Metrics:
+    def meanwhile(self, taken: Taken) -> Metrics:
         """What waits for what, and how good the held-out sessions are on average."""
         found: Metrics = {f"production/{state}": float(n) for state, n in self.waiting().items()}
         values = self._held_out_values()

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from spangrad.adapters.accounts import account_rollouts
@@ -30,6 +29,8 @@ from spangrad.trainer.rollouts.admission import Group, Pace
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
 from spangrad.trainer.rollouts.endings import WorkerReport
 from spangrad.trainer.rollouts.scheduling import ENDED, say_held
+from spangrad.trainer.rollouts.source import Taken
+from spangrad.trainer.update_metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -78,21 +79,6 @@ class Crew(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """What an update got at once."""
-
-    rollouts: list[Rollout]
-    """All members of its groups, in the order of their admission; ended."""
-    cut: int
-    """Members that were given up because the update waited for their group alone."""
-    outstanding: int
-    """Groups that are admitted and that no update has taken."""
-    waited_s: float
-    running: float
-    """Mean number of rollouts that ran at a time since the update before took its own."""
-
-
 class Feeder:
     """Rollouts of one run, asked for ahead of the learner."""
 
@@ -106,6 +92,7 @@ class Feeder:
         crew: Crew,
         worker: Callable[[], WorkerConfig],
         before_round: Callable[[], None],
+        slots: int,
         straggler_s: float | None = None,
     ) -> None:
         """Nothing happens before `started`.
@@ -120,6 +107,7 @@ class Feeder:
             worker: How, now.
             before_round: Called before anybody is sent: publishes the right weights if the engine serves
                 others.
+            slots: How many rollouts can run at a time.
             straggler_s: See `rollout.straggler_s`.
         """
         self._store = store
@@ -129,6 +117,7 @@ class Feeder:
         self._crew = crew
         self._worker = worker
         self._before_round = before_round
+        self._slots = slots
         self._straggler_s = straggler_s
         self._changed = threading.Condition()
         """Guards what follows."""
@@ -167,6 +156,10 @@ class Feeder:
             thread.join(STOP_S)
             self._crew.stop()
 
+    def wait(self, is_asked_to_stop: Callable[[], bool]) -> bool:
+        """Rollouts come by themselves: `take` waits for them."""
+        return not is_asked_to_stop()
+
     def take(self, *, is_more: bool = False) -> Taken:
         """Wait for the groups that an update takes; with `is_more` for further ones of the same update.
 
@@ -196,6 +189,13 @@ class Feeder:
         account_rollouts(self._store, [rollout.rollout_id for rollout in rollouts])
         cut = sum(rollout.error_type == STRAGGLER for rollout in rollouts)
         return Taken(rollouts, cut, outstanding, now - began, running)
+
+    def meanwhile(self, taken: Taken) -> Metrics:
+        """How far rollouts ran ahead, and how busy they kept their slots."""
+        return {
+            "rollout/outstanding": float(taken.outstanding),
+            "rollout/busy_share": taken.running / self._slots,
+        }
 
     def advance(self, *, update_index: int, policy_version: int) -> None:
         """What was taken is learned, and its weights are served: others may follow."""
