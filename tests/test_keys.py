@@ -132,7 +132,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             store_key=KEYS.evaluator,
             agent_key=KEYS.agent,
             operator_keys=KEYS.operators,
-            spool_dir=str(folder / "spool"),
+            spool_dir=folder / "spool",
             port=0,
         )
         with running(config) as gateway, httpx.Client(timeout=30) as client:
