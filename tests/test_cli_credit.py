@@ -189,7 +189,9 @@ def test_a_reward_that_is_asked_for_counts_also_where_it_is_the_usual_one(
     assert [one.reward_weights for one in found.values()] == [weights] * 2
     assert training_rows._settings(config, clone=False, reward=reward)["reward_weights"] == weights
     settings = load_config(config)
-    credit = exporting._credit(settings, None, reward, None, clone=False, keep_unknown_tools=False)
+    credit = exporting._credit(
+        settings, None, reward, None, clone=False, renders=False, keep_unknown_tools=False
+    )
     assert credit.weights == weights
 
 

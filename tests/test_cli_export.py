@@ -257,10 +257,11 @@ def test_a_card_warns_of_ids_of_several_models(tmp_path: Path) -> None:
             opened.put_otlp(recorded(f"r-{number}", number, f"reply {number}", "q", model))
     card = export(tmp_path / "out", "transitions", path, "--clone")
     assert card["splits"]["train"]["row_models"] == {"llama": 1, "qwen": 2}
-    (warning,) = card["notes"]
+    cloned, warning = card["notes"]
+    assert cloned == "cloned: every reply has advantage 1, whatever rewards and estimators say"
     assert warning.startswith("warning: token ids of several models are mixed")
     assert warning.endswith("llama in 1 rows, qwen in 2 rows")
-    assert export(tmp_path / "one", "transitions", path, "--clone", "--policy", "qwen")["notes"] == []
+    assert export(tmp_path / "one", "transitions", path, "--clone", "--policy", "qwen")["notes"] == [cloned]
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -74,8 +74,9 @@ def compare(
     author: AuthorOption = None,
     reward: RewardOption = None,
     limit: Annotated[
-        int, typer.Option("--limit", min=0, help="Groups and steps in a table; 0: all.")
-    ] = _SHOWN,
+        int | None,
+        typer.Option("--limit", min=0, help=f"Groups and steps in a table; {_SHOWN} if not given, 0: all."),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", help="Write a page that needs no network to this file.")
     ] = None,
@@ -104,6 +105,8 @@ def compare(
     from spangrad.credit.rewards import DEFAULT_AUTHORS
 
     check_authors(author or ())
+    if as_json and limit is not None:
+        raise ConfigError("--limit is about tables, and --json has everything; leave one out")
     if html is not None:
         from spangrad.commands.comparison_page import check_place
 
@@ -151,7 +154,7 @@ def compare(
     if as_json:
         print_json([found.to_json()])
     else:
-        _show(found, limit)
+        _show(found, _SHOWN if limit is None else limit)
     if html is not None:
         note(f"page written to {html}")
 

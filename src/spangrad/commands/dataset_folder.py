@@ -172,7 +172,9 @@ def _notes(store: Store, order: Order, sides: Mapping[str, Side]) -> tuple[str, 
     thought = sum(side.with_reasoning for side in sides.values())
     if thought and form is not None and form.drops_reasoning:
         notes.append(f"reasoning of {thought} calls is left out: the format has no place for it")
-    if order.credit.config is not None and (others := other_rewards(store, *order.credit.weights)):
+    if order.credit.config is None:
+        notes.append("cloned: every reply has advantage 1, whatever rewards and estimators say")
+    elif others := other_rewards(store, *order.credit.weights):
         notes.append(other_names(order.credit.weights, others))
     unknown = sum(side.reasons[TOOLS_UNKNOWN] for side in sides.values())
     if unknown and (form is not None or order.credit.keep_unknown_tools):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spangrad.commands.filters import check_authors
 from spangrad.commands.options import (
     DEFAULT_STORE,
     AuthorOption,
@@ -30,7 +31,6 @@ from spangrad.commands.options import (
 )
 from spangrad.commands.output import note, print_json, print_rows
 from spangrad.errors import ConfigError
-from spangrad.store.records import DEFAULT_REWARD
 
 if TYPE_CHECKING:
     from spangrad.adapters.datasets.card import Card
@@ -89,7 +89,8 @@ def export(
         Path | None,
         typer.Option(
             "--config",
-            help="Config of a run, TOML: its estimators, reward authors and, for transitions, grade.",
+            help="Config of a run, TOML, or demo.toml of a demo: its reward weights and authors, and for"
+            " transitions the grade that its objective needs and, without --clone, its estimators.",
         ),
     ] = None,
     author: AuthorOption = None,
@@ -102,7 +103,7 @@ def export(
         typer.Option(
             "--tokenizer",
             help="Of transitions: model folder whose tokenizer token ids are checked against; with --clone,"
-            " or a --config that trains text, it gives calls of text theirs.",
+            " --min-grade text, or a --config that trains text, it gives calls of text theirs.",
         ),
     ] = None,
     keep_unknown_tools: KeepUnknownToolsOption = False,
@@ -138,35 +139,53 @@ def export(
     from spangrad.adapters.datasets.selecting import Filters
     from spangrad.adapters.datasets.writing import check_target, whole_folder
     from spangrad.adapters.model_call import Grade
-    from spangrad.commands.dataset_folder import COPIES, TRANSITIONS, Order, write_dataset
+    from spangrad.commands.dataset_folder import TRANSITIONS, Order, write_dataset
 
     check_target(out, force=force)
-    for option, given in (("--clone", clone), ("--tokenizer", tokenizer)):
-        if given and form.value != TRANSITIONS:
-            raise ConfigError(f"{option} is for transitions only, not for {form.value}")
+    check_authors(author or ())
+    known = FORMATS.get(form.value)
+    is_rows, drops_repeats = form.value == TRANSITIONS, known is not None and known.drops_repeats
+    given = {
+        "--clone": clone,
+        "--tokenizer": tokenizer,
+        "--min-reward": min_reward is not None,
+        "--min-grade": min_grade,
+        "--policy": policy,
+        "--per-task": per_task,
+        "--keep-repeats": keep_repeats,
+        "--heldout": heldout,
+        "--config": config,
+        "--author": author,
+        "--reward": reward,
+        "--keep-secrets": keep_secrets,
+    }
+    _check_given(form.value, [option for option, value in given.items() if value], drops_repeats)
     if workers > 1:
         _check_workers(form, store)
-    if form.value in COPIES and (min_reward is not None or min_grade or policy or per_task or heldout):
-        raise ConfigError(
-            f"{form.value} copies what came in; only --sql, --rollout and --run choose among it"
-        )
     settings = None
     if config is not None:
         from spangrad.trainer.config import load_config
 
-        settings = load_config(config)
-        if form.value == TRANSITIONS and not clone:
+        settings = load_config(config, besides=("warm_start",))
+        if is_rows and not clone:
             _check_objective(config, settings.learner.objective)
-    credit = _credit(settings, author, reward, tokenizer, clone=clone, keep_unknown_tools=keep_unknown_tools)
-    renders = credit.render is not None and clone
-    grade = min_grade or _default_grade(settings, is_text=renders or form.value != TRANSITIONS)
-    known = FORMATS.get(form.value)
+    grade = min_grade or _default_grade(settings, is_text=not is_rows or (clone and tokenizer is not None))
+    renders = clone or grade is MinGrade.TEXT
+    credit = _credit(
+        settings,
+        author,
+        reward,
+        tokenizer,
+        clone=clone,
+        renders=renders,
+        keep_unknown_tools=keep_unknown_tools,
+    )
     filters = Filters(
         min_grade=Grade(grade.value),
         min_reward=min_reward,
         policy=policy,
         per_task=per_task,
-        drop_repeats=known is not None and known.drops_repeats and not keep_repeats,
+        drop_repeats=drops_repeats and not keep_repeats,
         heldout=heldout,
     )
     order = Order(form.value, filters, credit, sql, rollout or None, run, keep_secrets, licence)
@@ -196,6 +215,26 @@ def _check_workers(form: ExportFormat, store: str) -> None:
     require("`spangrad export --workers`", "train")
 
 
+def _check_given(form: str, given: Sequence[str], drops_repeats: bool) -> None:
+    """Refuse options that do nothing in a format.
+
+    Raises:
+        ConfigError: Names the first.
+    """
+    from spangrad.commands.dataset_folder import COPIES, TRANSITIONS
+
+    for option in given:
+        if option in ("--clone", "--tokenizer") and form != TRANSITIONS:
+            raise ConfigError(f"{option} is for transitions only, not for {form}")
+        if form in COPIES:
+            raise ConfigError(
+                f"{option} has no effect: {form} copies what came in; only --sql, --rollout and --run choose"
+                " among it"
+            )
+        if option == "--keep-repeats" and not drops_repeats:
+            raise ConfigError(f"{option} has no effect: {form} keeps them anyway; leave it out")
+
+
 def _check_objective(config: Path, name: str) -> None:
     """Refuse a config whose rows transitions have no columns for.
 
@@ -219,6 +258,7 @@ def _credit(
     tokenizer: Path | None,
     *,
     clone: bool,
+    renders: bool,
     keep_unknown_tools: bool,
 ) -> "Credit":
     from spangrad.commands.rendering import KEEPS_WITHOUT_RENDERING, renderer
@@ -231,17 +271,15 @@ def _credit(
     if settings is not None:
         credit, authors = settings.credit, settings.rollout.reward_authors
         base_dir = settings.base_dir
-    if reward is not None:
-        credit = replace(credit, reward_weights={reward: 1.0})
-    if keep_unknown_tools and not (tokenizer and clone):
+    weights = credit.reward_weights if reward is None else {reward: 1.0}
+    if keep_unknown_tools and not (tokenizer and renders):
         raise ConfigError(KEEPS_WITHOUT_RENDERING)
     render = None
     if tokenizer is not None:
         require("`spangrad export --tokenizer`", "train")
-        renders = clone or _default_grade(settings, is_text=False) is MinGrade.TEXT
         render = renderer(tokenizer, clone=renders, keep_unknown_tools=keep_unknown_tools)
-    name = DEFAULT_REWARD if reward is None else reward
-    return Credit(None if clone else credit, author or authors, name, render, base_dir, keep_unknown_tools)
+    estimators = None if clone else replace(credit, reward_weights=weights)
+    return Credit(estimators, author or authors, weights, render, base_dir, keep_unknown_tools)
 
 
 def _default_grade(settings: "TrainConfig | None", *, is_text: bool) -> MinGrade:

@@ -55,7 +55,7 @@ KeepUnknownToolsOption = Annotated[
     bool,
     typer.Option(
         "--keep-unknown-tools",
-        help="With --tokenizer: also render calls whose tools nobody recorded; their prompts lack them.",
+        help="Where --tokenizer renders: also calls whose tools nobody recorded; their prompts lack them.",
     ),
 ]
 HostOption = Annotated[str, typer.Option("--host", help="Address to listen on.")]

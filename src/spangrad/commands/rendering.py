@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from spangrad.credit.rendered import Render
 
 KEEPS_WITHOUT_RENDERING: Final = (
-    "--keep-unknown-tools is about calls that are rendered: give --clone and --tokenizer MODEL_FOLDER, too"
+    "--keep-unknown-tools is about calls that are rendered: give --tokenizer MODEL_FOLDER with --clone or"
+    " --min-grade text, too"
 )
 
 

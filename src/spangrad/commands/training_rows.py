@@ -61,18 +61,24 @@ def transitions(
         str | None,
         typer.Option(
             "--min-grade",
-            help="Worst grade to train: exact, ids (default) or text; with --config, as its objective needs.",
+            help="Worst grade to train: exact, ids (default; text with --clone and --tokenizer) or text; with"
+            " --config, as its objective needs.",
         ),
     ] = None,
     clone: Annotated[
-        bool, typer.Option("--clone", help="Without rewards: advantage 1 everywhere, as cloning has it.")
+        bool,
+        typer.Option(
+            "--clone",
+            help="Without rewards: advantage 1 everywhere, as cloning has it. What a run clones (objective"
+            " bc), --config shows.",
+        ),
     ] = False,
     tokenizer: Annotated[
         Path | None,
         typer.Option(
             "--tokenizer",
-            help="Model folder whose tokenizer token ids are checked against; with --clone, or a --config"
-            " that trains text, its chat template gives calls of grade text theirs.",
+            help="Model folder whose tokenizer token ids are checked against; with --clone, --min-grade text,"
+            " or a --config that trains text, its chat template gives calls of grade text theirs.",
         ),
     ] = None,
     keep_unknown_tools: KeepUnknownToolsOption = False,
@@ -93,15 +99,17 @@ def transitions(
     from spangrad.credit.rendered import models_of_row
 
     check_authors(author or ())
+    if clone:
+        _check_clone(config=config, checkpoint=checkpoint, author=author, reward=reward)
     settings = _settings(config, clone=clone, reward=reward)
-    renders = clone or settings["min_grade"] == "text"
-    render = _render(tokenizer, clone=clone, renders=renders, keep_unknown_tools=keep_unknown_tools)
     if author:
         settings["authors"] = author
-    if render is not None and clone:
-        settings["min_grade"] = "text"
-    elif min_grade is not None:
+    if min_grade is not None:
         settings["min_grade"] = min_grade
+    elif clone and tokenizer is not None:
+        settings["min_grade"] = "text"
+    renders = clone or settings["min_grade"] == "text"
+    render = _render(tokenizer, renders=renders, keep_unknown_tools=keep_unknown_tools)
     weights = settings["reward_weights"] or {}
     credit = settings["config"]
     critic = critic_of(checkpoint, config, () if credit is None else (credit,))
@@ -161,10 +169,21 @@ _TRANSITION_COLUMNS: Final = (
 )
 
 
-def _render(
-    tokenizer: Path | None, *, clone: bool, renders: bool, keep_unknown_tools: bool
-) -> "Render | None":
-    if keep_unknown_tools and not (tokenizer and clone):
+def _check_clone(**given: object) -> None:
+    """Refuse options that say how rollouts are compared where nothing is.
+
+    Raises:
+        ConfigError: Names one.
+    """
+    if named := [f"--{name}" for name, value in given.items() if value]:
+        raise ConfigError(
+            f"{named[0]} has no effect with --clone, which needs no rewards and compares nothing; leave one"
+            " out (--config alone shows what a run with learner.objective 'bc' clones)"
+        )
+
+
+def _render(tokenizer: Path | None, *, renders: bool, keep_unknown_tools: bool) -> "Render | None":
+    if keep_unknown_tools and not (tokenizer and renders):
         raise ConfigError(KEEPS_WITHOUT_RENDERING)
     if tokenizer is None:
         return None
@@ -285,8 +304,7 @@ def _settings(config: Path | None, *, clone: bool, reward: str | None) -> "RowSe
 
         settings = row_settings(load_config(config, besides=("warm_start",)))
     if clone:
-        settings["config"] = settings["prefer"] = None
-        settings["target"] = "actions"
+        settings["config"] = None
     if reward is not None:
         settings["reward_weights"] = {reward: 1.0}
     return settings

@@ -35,7 +35,7 @@ from spangrad.credit.rewards import by_rollout, total_reward
 from spangrad.credit.transition import Transition
 from spangrad.credit.transitions import row_to_json
 from spangrad.store.base import Store
-from spangrad.store.records import DEFAULT_REWARD, Rollout
+from spangrad.store.records import Rollout
 
 ROLLOUTS_AT_ONCE: Final = 100
 MIXED: Final = "it trains replies of another model, too"
@@ -49,19 +49,14 @@ class Credit:
     """None: no rewards are needed, every reply has advantage 1."""
     authors: Sequence[str]
     """Whose rewards count."""
-    reward: str = DEFAULT_REWARD
-    """Name of the reward that counts where there is no config."""
+    weights: Mapping[str, float]
+    """Rewards that count, by name, with their weights."""
     render: Render | None = None
     """Gives calls of grade text their ids, and checks those of others."""
     base_dir: str = "."
     """Folder that paths in the config start from."""
     keep_unknown_tools: bool = False
     """Whether it renders calls whose tools nobody recorded."""
-
-    @property
-    def weights(self) -> Mapping[str, float]:
-        """Rewards that count, by name, with their weights."""
-        return {self.reward: 1.0} if self.config is None else self.config.reward_weights
 
 
 def outcomes_by(store: Store, authors: Sequence[str], weights: Mapping[str, float] | None = None) -> Outcomes:
