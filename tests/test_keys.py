@@ -94,6 +94,8 @@ GATEWAY: Final[dict[str, frozenset[str]]] = {
     "/spangrad/flush": OPERATORS,
     "/spangrad/refresh": OPERATORS,
     "/spangrad/budgets": OPERATORS,
+    "/spangrad/engines/join": OPERATORS,
+    "/spangrad/engines/leave": OPERATORS,
     "/spangrad/engines/drain": OPERATORS,
     "/spangrad/engines/undrain": OPERATORS,
     "/spangrad/engines/swap": OPERATORS,

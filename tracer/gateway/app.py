@@ -138,6 +138,8 @@ def _routes(services: Services) -> list[BaseRoute]:
         HttpRoute("/spangrad/refresh", operator.refresh, methods=["POST"]),
         HttpRoute("/spangrad/budgets", operator.budgets, methods=["POST"]),
         HttpRoute("/spangrad/engines", operator.engines),
+        HttpRoute("/spangrad/engines/join", operator.join, methods=["POST"]),
+        HttpRoute("/spangrad/engines/leave", operator.leave, methods=["POST"]),
         HttpRoute("/spangrad/engines/drain", operator.drain, methods=["POST"]),
         HttpRoute("/spangrad/engines/undrain", operator.undrain, methods=["POST"]),
         HttpRoute("/spangrad/engines/swap", operator.swap, methods=["POST"]),

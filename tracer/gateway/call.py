@@ -24,8 +24,9 @@ from spangrad.tracer.gateway import beyond
 from spangrad.tracer.gateway.adapters import Adapter
 from spangrad.tracer.gateway.budgets import Budget, Budgets
 from spangrad.tracer.gateway.config import GatewayConfig
+from spangrad.tracer.gateway.engine import Engine
 from spangrad.tracer.gateway.engine_settings import EngineSettings
-from spangrad.tracer.gateway.engines import CONNECT_ERRORS, Engine, EnginePool, Lease
+from spangrad.tracer.gateway.engines import CONNECT_ERRORS, EnginePool, Lease
 from spangrad.tracer.gateway.follow_up import FollowUp, TokensIn
 from spangrad.tracer.gateway.http_parts import (
     engine_failure,

@@ -12,12 +12,9 @@ Engines that are out are asked when no other is left: one may be back.
 Knows HTTP to engines. Knows no spans and nothing of what is in a call.
 """
 
-import asyncio
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,11 +22,12 @@ import httpx
 
 from spangrad.tracer.gateway.adapters import Adapter, AdapterWatch, NoAdapters
 from spangrad.tracer.gateway.config import EngineConfig, GatewayConfig, HostedModel
+from spangrad.tracer.gateway.engine import Engine
 from spangrad.tracer.gateway.engine_settings import NoSettings, SettingsWatch
 from spangrad.tracer.gateway.hosted import SCHEME, HostedTransport
-from spangrad.tracer.gateway.swaps import Swap
 from spangrad.tracer.gateway.upstream import EngineClient
 from spangrad.tracer.gateway.versions import NoVersions, VersionWatch
+from spangrad.tracer.gateway.visitors import Visitors
 
 logger = logging.getLogger(__name__)
 
@@ -40,107 +38,17 @@ MAX_STICKY = 16_384
 """Rollouts whose engine is remembered, for each set of engines; the one seen longest ago makes way."""
 
 
-@dataclass(slots=True, eq=False)
-class Engine:
-    """One engine, and how it is."""
-
-    url: str
-    """Its address, and its name on spans."""
-    key: str | None = field(repr=False)
-    """Sent as `Authorization: Bearer KEY`."""
-    models: tuple[str, ...]
-    """Models that it serves; empty: every one that no other engine names."""
-    policy: str
-    """`trained` or `frozen`."""
-    client: EngineClient
-    versions: VersionWatch | NoVersions
-    settings: SettingsWatch | NoSettings
-    adapters: AdapterWatch | NoAdapters
-    provider: str = "vllm"
-    problem: str | None = None
-    """Why it is out; None while it is healthy."""
-    is_draining: bool = False
-    stale: str | None = None
-    """Why its weights are not the ones that the others serve; it gets no calls until they are."""
-    in_flight: int = 0
-    """Calls that it works on now."""
-    calls: int = 0
-    last_chosen: int = 0
-    """Running number of its latest call among all calls of the gateway."""
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set whenever no call is in flight."""
-    swap: Swap = field(init=False)
-    """Whether its weights are being replaced."""
-
-    def __post_init__(self) -> None:
-        """Begin idle."""
-        self.idle.set()
-        self.swap = Swap(self.url)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it gets no calls, whatever becomes of the others."""
-        return self.is_draining or self.stale is not None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it should get calls."""
-        return self.problem is None and not self.is_closed and not self.swap.is_on
-
-    @property
-    def state(self) -> str:
-        """What to say of it when no engine can take a call."""
-        return self.problem or self.stale or ("draining" if self.is_draining else "healthy")
-
-    def out(self, problem: str) -> None:
-        """Give it no calls until it is back."""
-        if self.problem is None:
-            logger.warning("engine %s is out: %s", self.url, problem)
-        self.problem = problem
-        self.settings.forget()
-        self.adapters.forget()
-
-    def back(self) -> None:
-        """Give it calls again."""
-        if self.problem is not None:
-            logger.info("engine %s is back", self.url)
-        self.problem = None
-
-    def forget_version(self) -> None:
-        """Trust nothing that was asked before now of the policy that it serves."""
-        self.versions.forget()
-        self.adapters.forget()
-
-    async def check(self, timeout_s: float) -> bool:
-        """Ask how it is, note the answer, and return whether it is healthy."""
-        headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
-        try:
-            answer = await self.client.get(f"{self.url}/health", headers=headers, timeout=timeout_s)
-        except httpx.HTTPError as error:
-            self.out(f"GET /health failed: {type(error).__name__}")
-        else:
-            if answer.is_success:
-                self.back()
-            else:
-                self.out(f"GET /health answered {answer.status_code}")
-        return self.problem is None
-
-    async def watch(self, interval_s: float, timeout_s: float) -> None:
-        """Check it again and again; ends when it is cancelled."""
-        while True:
-            await asyncio.sleep(interval_s)
-            try:
-                await self.check(timeout_s)
-            except Exception:  # boundary: it must go on whatever happened
-                logger.exception("engine %s could not be checked", self.url)
-
-
 class _Group:
     """The engines that serve the same models, and the rollouts that stick to them."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self.engines = tuple(engines)
+    def __init__(self, engines: Sequence[Engine], visitors: Visitors | None = None) -> None:
+        self._own = tuple(engines)
+        self._visitors = visitors
         self._sticky: OrderedDict[int, Engine] = OrderedDict()
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        return self._own if self._visitors is None else (*self._own, *self._visitors.engines)
 
     @property
     def remembered(self) -> int:
@@ -306,7 +214,9 @@ class EnginePool:
         self._client = EngineClient(
             timeout=httpx.Timeout(config.request_timeout_s, connect=CONNECT_TIMEOUT_S, pool=None)
         )
-        self.engines = tuple(self._engine(entry, config) for entry in config.all_engines)
+        self._config = config
+        self._own = tuple(self._engine(entry) for entry in config.all_engines)
+        self._visitors = Visitors(interval_s=config.health_interval_s, timeout_s=config.health_timeout_s)
         self.hosted = tuple(
             _hosted_engine(name, model, config.request_timeout_s)
             for name, model in config.hosted_models.items()
@@ -318,11 +228,10 @@ class EnginePool:
             model: _Group([engine for engine in self.all if model in engine.models])
             for model in self.model_names
         }
-        rest = [engine for engine in self.engines if not engine.models]
-        self._rest = _Group(rest) if rest else None
-        """What serves the models that no engine names."""
+        self._nameless = _Group([engine for engine in self._own if not engine.models], self._visitors)
 
-    def _engine(self, entry: EngineConfig, config: GatewayConfig) -> Engine:
+    def _engine(self, entry: EngineConfig) -> Engine:
+        config = self._config
         key = entry.key if entry.key is not None else config.engine_key
         client, url, timeout_s = self._client, entry.url, config.version_timeout_s
         return Engine(
@@ -331,6 +240,32 @@ class EnginePool:
             SettingsWatch(client, url, patience_s=timeout_s),
             AdapterWatch(client, url, key=key, timeout_s=timeout_s),
         )
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """Those of the config, then those that joined."""
+        return (*self._own, *self._visitors.engines)
+
+    @property
+    def _rest(self) -> _Group | None:
+        """What serves the models that no engine names."""
+        return self._nameless if self._nameless.engines else None
+
+    async def join(self, url: str, for_s: float) -> Engine:
+        """Let one more engine have calls for so long, or for longer; one of the config stays anyway.
+
+        Raises:
+            ConfigError: It is no address of an engine.
+        """
+        entry = EngineConfig(url)
+        engine = self.find(entry.url) or self._engine(entry)
+        if engine not in self._own:
+            await self._visitors.join(engine, for_s)
+        return engine
+
+    def leave(self, engine: Engine) -> bool:
+        """Let an engine that joined have no more calls; False if it is one of the config."""
+        return self._visitors.leave(engine)
 
     @property
     def all(self) -> tuple[Engine, ...]:
@@ -402,6 +337,7 @@ class EnginePool:
 
     async def close(self) -> None:
         """Close all connections."""
+        self._visitors.close()
         for client in (self._client, *(engine.client for engine in self.hosted)):
             await client.aclose()
 
@@ -412,14 +348,3 @@ def _hosted_engine(name: str, model: HostedModel, timeout_s: float) -> Engine:
     url = SCHEME + model.model
     watches = (NoVersions(), NoSettings(), NoAdapters())
     return Engine(url, None, (name,), "frozen", client, *watches, transport.provider)
-
-
-async def drained(engine: Engine, timeout_s: float) -> bool:
-    """Wait until an engine works on nothing; False if it still does after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while engine.in_flight:
-        try:
-            await asyncio.wait_for(engine.idle.wait(), deadline - time.monotonic())
-        except TimeoutError:
-            return False
-    return True

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from spangrad.tracer.gateway.engines import Engine
+from spangrad.tracer.gateway.engine import Engine
 from spangrad.tracer.gateway.reply import Reply, ReplyChoice
 from spangrad.tracer.gateway.rewrite import UpstreamRequest, dump
 from spangrad.tracer.gateway.tokens_in import (

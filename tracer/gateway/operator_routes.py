@@ -1,4 +1,4 @@
-"""The gateway's own routes, for the trainer and for people: health, flush, refresh, drain, swap, budgets.
+"""The gateway's own routes, for the trainer and for people: health, flush, swap, join, budgets and others.
 
 Invariants: whatever changes something is refused to callers without an operator's key or, where there are
 no such keys, on other machines, and only operators make the gateway ask its engines; nothing here is passed
@@ -11,14 +11,17 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from spangrad.errors import ConfigError
 from spangrad.tracer import conventions as names
 from spangrad.tracer.gateway.budgets import MAX_TURNS
 from spangrad.tracer.gateway.call import Services
 from spangrad.tracer.gateway.config import base_url
-from spangrad.tracer.gateway.engines import Engine, drained
+from spangrad.tracer.gateway.engine import Engine, drained
 from spangrad.tracer.gateway.http_parts import error_response, is_operator
 from spangrad.tracer.gateway.raw_log import parse_json
 
+LONGEST_STAY_S: Final = 3600.0
+"""For which an engine joins at once."""
 _BUDGETS: Final = '{"rollouts": [{"rollout_id": ID, "attempt": 0, "turns": 5}], "reply": TEXT or null}'
 """What `budgets` takes."""
 
@@ -108,6 +111,32 @@ class Operator:
         if stale is None and engine.problem is not None:
             await engine.check(self._services.config.health_timeout_s)
         engine.swap.end()
+        return JSONResponse({"engine": _described(engine)})
+
+    async def join(self, request: Request) -> Response:
+        """Give one more engine calls for so many seconds; joining again in time lets it stay."""
+        if not is_operator(request, self._services.config):
+            return _not_an_operator()
+        body = parse_json(await request.body())
+        url, for_s = (body.get("engine"), body.get("for_s")) if isinstance(body, dict) else (None, None)
+        for_s = for_s if isinstance(for_s, int | float) and not isinstance(for_s, bool) else 0.0
+        if not (isinstance(url, str) and 0 < for_s <= LONGEST_STAY_S):
+            message = f'the body lets no engine in; send {{"engine": URL, "for_s": 1 to {LONGEST_STAY_S:g}}}'
+            return error_response(400, "invalid_request", message)
+        try:
+            engine = await self._services.engines.join(url, for_s)
+        except ConfigError as error:
+            return error_response(400, "invalid_request", str(error))
+        return JSONResponse({"engine": _described(engine)})
+
+    async def leave(self, request: Request) -> Response:
+        """Give an engine that joined no more calls; those that it has go on."""
+        engine = await self._named_engine(request)
+        if isinstance(engine, Response):
+            return engine
+        if not self._services.engines.leave(engine):
+            message = f"{engine.url} is an engine of the gateway's own settings; drain it"
+            return error_response(409, "not_joined", message)
         return JSONResponse({"engine": _described(engine)})
 
     async def flush(self, request: Request) -> Response:

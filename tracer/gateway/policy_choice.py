@@ -27,7 +27,8 @@ import httpx
 
 from spangrad.tracer.conventions import HEADER_POLICY
 from spangrad.tracer.gateway.config import GatewayConfig
-from spangrad.tracer.gateway.engines import Engine, Lease
+from spangrad.tracer.gateway.engine import Engine
+from spangrad.tracer.gateway.engines import Lease
 
 logger = logging.getLogger(__name__)
 

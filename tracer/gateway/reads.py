@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from spangrad.tracer.gateway.call import Services
-from spangrad.tracer.gateway.engines import CONNECT_ERRORS, Engine
+from spangrad.tracer.gateway.engine import Engine
+from spangrad.tracer.gateway.engines import CONNECT_ERRORS
 from spangrad.tracer.gateway.http_parts import engine_failure, error_response, reply_headers, upstream_headers
 from spangrad.tracer.gateway.raw_log import parse_json
 from spangrad.tracer.gateway.rewrite import renamed_request
