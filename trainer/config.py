@@ -12,6 +12,7 @@
     [eval]     held-out evaluation
     [promotion]  which versions are promoted (spangrad.trainer.promotion.rule.PromotionConfig)
     [monitor]  what pauses a run, or warns (spangrad.trainer.monitoring.monitor_config.MonitorConfig)
+    [cluster]  the Ray cluster, and what goes where (spangrad.trainer.cluster_config.ClusterConfig)
     [production]  trains on sessions of live agents (spangrad.trainer.production.production_config);
                then [agent] is left out
 
@@ -34,6 +35,7 @@ from spangrad.credit.aggregation import Aggregation
 from spangrad.credit.credit_config import CreditConfig
 from spangrad.credit.settings import check_values
 from spangrad.errors import ConfigError
+from spangrad.trainer.cluster_config import ClusterConfig
 from spangrad.trainer.curriculum.curriculum_config import CurriculumConfig
 from spangrad.trainer.learning.learner_config import CriticConfig, LearnerConfig, require
 from spangrad.trainer.monitoring.monitor_config import MonitorConfig, check_monitors
@@ -199,6 +201,7 @@ class TrainConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     promotion: PromotionConfig = field(default_factory=PromotionConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     production: ProductionConfig | None = None
     """How a run trains on sessions of live agents; None: it has rollouts made."""
     base_dir: str = "."
@@ -225,6 +228,12 @@ class TrainConfig:
                     "promotion": (self.promotion, ()),
                 },
             )
+        self.cluster.check(
+            learners=self.learner.workers,
+            workers=self.agent.workers,
+            makes_rollouts=self.production is None,
+            names_engines=self.serving.engines != ServingConfig().engines,
+        )
         check_effects(
             self.learner, self.credit, self.preference, is_weighed=is_weighed, group_size=group_size
         )

@@ -127,7 +127,7 @@ def run_demo(options: DemoOptions, *, console: Console | None = None) -> DemoRes
     with prepared.stack as stack:
         with clock("hub and Ray"):
             stack.start_hub()
-            start_ray(config.learner.workers)
+            start_ray(config.learner.workers, config.cluster)
         store = open_store(stack.hub_url, stack.keys.trainer)
         with clock("warm start: an imperfect expert is recorded and cloned") as progress:
             warm = warm_start(
@@ -241,7 +241,15 @@ def _example_folder(example: str | None) -> Path:
     )
 
 
-OWN = ("hub.", "run.folder", "run.seed", "serving.engine_url", "serving.gateway_url", "serving.model")
+OWN = (
+    "cluster.",
+    "hub.",
+    "run.folder",
+    "run.seed",
+    "serving.engine_url",
+    "serving.gateway_url",
+    "serving.model",
+)
 """Beginnings of what a demo sets itself."""
 
 

@@ -12,6 +12,7 @@ from spangrad.trainer.config import EvalConfig, TrainConfig
 from spangrad.trainer.learning.monitors import wilson_interval
 from spangrad.trainer.plugins import load_tasks
 from spangrad.trainer.rollouts.scheduling import RunKeys, run_rollouts, worker_config
+from spangrad.trainer.serving.served import ServedPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def evaluate(
     policy_version: int,
     temperature: float = 0.0,
     tasks: int | None = None,
-    before_round: Callable[[], None] | None = None,
+    served: ServedPolicy | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Run the agent once on each held-out task.
@@ -78,7 +79,7 @@ def evaluate(
         policy_version: Version that is served now.
         temperature: Sampling temperature; 0 is greedy.
         tasks: How many held-out tasks; None: `eval.tasks`.
-        before_round: Makes sure that the engine serves `policy_version`.
+        served: Makes sure that the engines serve `policy_version`.
         on_progress: Called with (ended, all).
     """
     count = config.eval.tasks if tasks is None else tasks
@@ -89,14 +90,14 @@ def evaluate(
         split=f"eval-{label}",
         temperature=temperature,
         policy_version=policy_version,
-        check_version=before_round is not None,
+        engine_urls=() if served is None else served.engine_urls,
     )
     ended, _ = run_rollouts(
         store,
         rollouts,
         worker,
         workers=config.agent.workers,
-        before_round=before_round,
+        before_round=None if served is None else served.ensure,
         on_progress=on_progress,
     )
     values = values_of(store, ended, config.rollout.reward_authors, config.credit.reward_weights)

@@ -30,6 +30,7 @@ from spangrad.errors import ClusterError
 from spangrad.trainer.learning.learner import Learner
 from spangrad.trainer.learning.learner_config import LearnerConfig
 from spangrad.trainer.learning.ranks import Ranks
+from spangrad.trainer.places import Mark
 
 GRACE_S = 20.0
 """How long the other ranks have to answer, once one has failed; Ray Train looks after them every 2 s."""
@@ -44,14 +45,24 @@ RANKS = "ranks"
 class LearnerGroup:
     """What `Learner` offers to the loop, done by all ranks; an actor with the concurrency group `RANKS`."""
 
-    def __init__(self, config: LearnerConfig, worker_env: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        config: LearnerConfig,
+        worker_env: dict[str, Any] | None = None,
+        scaling: dict[str, Any] | None = None,
+        mark: Mark | None = None,
+    ) -> None:
         """Start the ranks; errors while they load surface at the first call.
 
         Args:
             config: Of every learner; `workers` of them.
             worker_env: Ray's runtime environment for the processes.
+            scaling: What each needs of its node, and how they lie to each other, for Ray's `ScalingConfig`.
+            mark: What shows whether a worker's machine sees the run's folder; None: all is on one.
         """
         self._config = config
+        self._scaling = scaling or {}
+        self._mark = mark
         self._changed = threading.Condition()
         self._command: tuple[int, Any] = (0, None)  # the first one is to load, and needs nothing said
         self._answers: dict[int, tuple[bool, Any]] = {}
@@ -110,14 +121,16 @@ class LearnerGroup:
 
     def _run(self, handle: Any, worker_env: dict[str, Any] | None) -> None:
         """Have Ray Train run the ranks; returns when they have ended, which they do by being lost."""
-        config = self._config
+        config, mark = self._config, self._mark
         has_gpus = config.device == "cuda"
         try:
             with tempfile.TemporaryDirectory(prefix="spangrad-learners-") as folder:
                 TorchTrainer(
-                    lambda: _serve(handle, config),
+                    lambda: _serve(handle, config, mark),
                     torch_config=TorchConfig(backend="nccl" if has_gpus else "gloo", timeout_s=COLLECTIVE_S),
-                    scaling_config=ScalingConfig(num_workers=config.workers, use_gpu=has_gpus),
+                    scaling_config=cast(Any, ScalingConfig)(
+                        num_workers=config.workers, use_gpu=has_gpus, **self._scaling
+                    ),
                     run_config=cast(Any, RunConfig)(storage_path=folder, worker_runtime_env=worker_env),
                 ).fit()
             said = "its process has ended"
@@ -171,12 +184,14 @@ class LearnerGroup:
         return self._answers[0][1]
 
 
-def _serve(group: Any, config: LearnerConfig) -> None:
+def _serve(group: Any, config: LearnerConfig, mark: Mark | None) -> None:
     """A rank: make a learner, then do what the group says, until the process is ended."""
     context = get_context()
     rank, number = context.get_world_rank(), 0
     answer: tuple[bool, Any] = (True, None)
     try:
+        if mark is not None:
+            mark.check("a learner worker")
         learner = _learner(config, Ranks(rank, context.get_world_size(), config.sharding == "fsdp2"))
     except Exception as error:  # it is the answer, to be raised where the call was made
         learner, answer = None, (False, error)

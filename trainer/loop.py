@@ -55,6 +55,7 @@ from spangrad.trainer.rollouts.feeder import Crew, Feeder
 from spangrad.trainer.rollouts.scheduling import RunKeys, Workers, set_rollouts, worker_config
 from spangrad.trainer.rollouts.source import Source
 from spangrad.trainer.serving.fleet import Probe
+from spangrad.trainer.serving.own_engines import engines_and_places
 from spangrad.trainer.serving.served import ServedPolicy
 from spangrad.trainer.update_metrics import (
     Metrics,
@@ -123,7 +124,8 @@ class Run:
         self.store.last_update(config.run.id)
         self.watch = Watch(self.store, config, roll_back=self._give_up, tell=on_note)
         self.served = ServedPolicy(config.serving, self.keys.trainer, self.folder / "weights")
-        self.served.fleet.others(0)  # raises if no engine answers
+        if config.cluster.engines is None:
+            self.served.fleet.others(0)  # raises if no engine answers
         self._weights = self._model
         """Where the learner's current weights are kept: the starting folder, then a checkpoint."""
         self.source: Source
@@ -149,7 +151,8 @@ class Run:
         begun.enter_context(claim_folder(self.folder, self.config))
         if (line := continues(self.store, self.config, self.checkpoints)) is not None:
             self._on_note(line)
-        start_ray(self.config.learner.workers)
+        start_ray(self.config.learner.workers, self.config.cluster)
+        begun.enter_context(engines_and_places(self.config, self.served, self.keys.trainer))
         self.learner = start_learner(self.config.learner_from(self._model))
         self._resume()
         self._judge()
@@ -276,7 +279,7 @@ class Run:
             split="train",
             temperature=self.config.rollout.temperature,
             policy_version=self.served.version,
-            check_version=True,
+            engine_urls=self.served.engine_urls,
         )
 
     def learn(self, batch: CreditedBatch, rollouts: list[Rollout], metrics: Metrics) -> Metrics:
@@ -470,7 +473,7 @@ def _evaluate_between(run: Run, report: TrainReport) -> Metrics:
         label="between",
         policy_version=run.policy_version,
         tasks=run.config.eval.tasks_between,
-        before_round=run.served.ensure,
+        served=run.served,
     )
     report.evaluations.append(found)
     return {"eval/success_greedy": found.success, "time/eval_s": time.monotonic() - started}

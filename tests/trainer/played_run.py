@@ -301,7 +301,7 @@ def played_by(agents: Agents) -> Iterator[None]:
         patch.setattr(loop, "Workers", agents.hired)
         patch.setattr(scheduling, "Workers", agents.hired)
         patch.setattr(loop, "open_store", agents.open)
-        patch.setattr(loop, "start_ray", lambda workers: None)
+        patch.setattr(loop, "start_ray", lambda workers, cluster: None)
         patch.setattr(loop, "start_learner", Learner)
         patch.setattr(loop, "call", lambda method, *given, **named: method(*given, **named))
         yield

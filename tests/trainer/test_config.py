@@ -9,6 +9,7 @@ import pytest
 
 from spangrad.credit.credit_config import CreditConfig
 from spangrad.errors import ConfigError
+from spangrad.trainer.cluster_config import ClusterConfig
 from spangrad.trainer.config import (
     STRAGGLER_S,
     EvalConfig,
@@ -79,7 +80,7 @@ def test_adapters_are_published_only_where_one_is_trained_and_pause_nothing(tmp_
 
 SECTIONS = (
     "known are run, agent, hub, serving, rollout, curriculum, credit, preference, learner, eval,"
-    " promotion, monitor, production"
+    " promotion, monitor, cluster, production"
 )
 
 
@@ -189,6 +190,7 @@ def test_weights_of_rewards_are_numbers_by_name(tmp_path):
 AGENT = {"function": "a.py:run", "tasks": "t.jsonl", "reward": "r.py:reward"}
 REQUIRED = {RunConfig: {"id": "r"}, AgentConfig: AGENT, WarmStartConfig: {"expert": "e.py:serve"}}
 OUT_OF_RANGE = [
+    (ClusterConfig, "wait_s", 0.0, "more than 0"),
     (RunConfig, "updates", 0, "1 or more"),
     (RunConfig, "seed", -1, "0 or more"),
     (RunConfig, "keep_checkpoints", 0, "1 or more"),

@@ -152,7 +152,7 @@ def test_sessions_that_say_nothing_are_passed_by_and_stay_in_the_store(make_run)
 
 
 def test_a_run_goes_on_behind_sessions_that_say_nothing_and_ends_when_asked(make_run, monkeypatch):
-    monkeypatch.setattr("spangrad.trainer.loop.start_ray", lambda workers: None)
+    monkeypatch.setattr("spangrad.trainer.loop.start_ray", lambda workers, cluster: None)
     monkeypatch.setattr("spangrad.trainer.loop.start_learner", Learner)
     monkeypatch.setattr(  # the engine of this test tells no logprobs
         Run,

@@ -120,7 +120,7 @@ class Gate:
             policy_version=version,
             temperature=rule.temperature,
             tasks=rule.tasks,
-            before_round=run.served.ensure,
+            served=run.served,
         )
         metrics = {"promotion/success": found.success, "time/promotion_s": time.monotonic() - started}
         said = {"success": found.success, "tasks": float(found.n), "unscored": float(found.unscored)}

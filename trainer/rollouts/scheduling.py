@@ -24,7 +24,7 @@ from spangrad.errors import ClusterError, RolloutError
 from spangrad.store.base import Store
 from spangrad.store.keys import Keys
 from spangrad.store.records import Rollout, RolloutStatus
-from spangrad.trainer.cluster import wait_for
+from spangrad.trainer.cluster import idle_workers, wait_for, worker_options
 from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.rollouts.agent_process import WorkerConfig
 from spangrad.trainer.rollouts.endings import WorkerReport
@@ -87,15 +87,15 @@ def worker_config(
     temperature: float,
     policy_version: int | None,
     reward: bool = True,
-    check_version: bool = False,
+    engine_urls: Sequence[str] = (),
 ) -> WorkerConfig:
-    """What a rollout worker of this run needs; with `check_version` it claims nothing for older weights."""
+    """What a rollout worker of this run needs; while `engine_urls` serve older weights it claims nothing."""
     return WorkerConfig(
         store=config.hub.url,
         evaluator_key=keys.evaluator,
         agent_key=keys.agent,
         gateway_url=config.serving.gateway_url,
-        engine_urls=config.serving.engines if check_version else (),
+        engine_urls=tuple(engine_urls),
         model=config.serving.served_name,
         function=config.agent.function,
         command=config.agent.command,
@@ -130,7 +130,7 @@ def run_rollouts(
     """Enqueue rollouts and return them ended, with the workers' reports.
 
     `before_round` is called each time before workers start: it publishes the right weights if the engine
-    serves others. A worker of a config with `check_version` comes back when it finds older ones.
+    serves others. A worker of a config with `engine_urls` comes back when it finds older ones.
 
     Raises:
         RolloutError: The agent can't be started.
@@ -188,11 +188,12 @@ class Workers:
 
     def send(self, worker: WorkerConfig) -> None:
         """Send the idle ones to work until nothing is left to claim."""
+        idle = idle_workers()
         while self._idle:
             place = self._idle.pop()
             if place not in self._actors:
-                hired = ray.remote(RolloutWorker).options(num_cpus=0)
-                self._actors[place] = _UNEMPLOYED.pop() if _UNEMPLOYED else hired.remote()
+                hired = ray.remote(RolloutWorker).options(**worker_options(place))
+                self._actors[place] = idle.pop() if idle else hired.remote()
             log = f"{worker.log}.{place}" if place else worker.log
             self._working[self._actors[place].run.remote(replace(worker, log=log))] = place
 
@@ -215,7 +216,7 @@ class Workers:
         for reference, place in self._working.items():
             if not ray.wait([reference], timeout=0)[0]:
                 ray.kill(self._actors.pop(place))
-        _UNEMPLOYED.extend(self._actors.values())
+        idle_workers().extend(self._actors.values())
         self._actors.clear()
         self._working.clear()
 
@@ -245,8 +246,6 @@ class Workers:
         return report
 
 
-_UNEMPLOYED: list[Any] = []
-"""Actors of this process that nobody has sent; they keep their agents' processes."""
 _TOLD: set[str] = set()
 """What workers said of names of rewards, each of them once."""
 

@@ -224,6 +224,11 @@ class Engine:
             raise EngineError(f"the engine at {self.url} {how}{self._reason()}")
         raise EngineError(f"the engine at {self.url} did not answer in {timeout_s:.0f} s{self._reason()}")
 
+    def wait_ended(self) -> str:
+        """Wait until the server has ended; says how."""
+        assert self._process is not None
+        return f"{_ending(self._process.wait())}{self._reason()}"
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the server: SIGTERM, then SIGKILL for its whole process group."""
         process, self._process = self._process, None

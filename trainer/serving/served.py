@@ -8,7 +8,7 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from spangrad.errors import PublishError
@@ -47,6 +47,16 @@ class ServedPolicy:
         """Policy version that was published last; None: none was."""
         self._path = folder
         """Its file, or its adapter's folder."""
+
+    @property
+    def engine_urls(self) -> tuple[str, ...]:
+        """Addresses of the engines."""
+        return self.fleet.engine_urls
+
+    def use(self, engine_urls: Sequence[str]) -> None:
+        """Publish to these engines from now on."""
+        with self._publishing:
+            self.fleet.engine_urls = tuple(engine_urls)
 
     def publish(
         self, version: int, export: Callable[[str], object], probe: Probe | None = None

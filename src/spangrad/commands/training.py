@@ -71,7 +71,7 @@ def _stopping(settings: "TrainConfig") -> Iterator[Callable[[], bool]]:
         return
     from spangrad.trainer.cluster import start_ray
 
-    start_ray(settings.learner.workers)  # it takes SIGTERM for itself
+    start_ray(settings.learner.workers, settings.cluster)  # it takes SIGTERM for itself
     with asked_to_stop() as is_asked:
         yield is_asked
 
