@@ -218,7 +218,7 @@ class Store(Protocol):
         ...
 
     def commit_update(self, update: Update) -> bool:
-        """Record an update and mark its rollouts consumed, in one transaction.
+        """Record an update and mark its rollouts consumed, if it consumes, in one transaction.
 
         Returns False if exactly this (run_id, update_index) was committed before. Raises StoreError
         if the index leaves a gap or a rollout was consumed by another update.

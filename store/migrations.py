@@ -164,6 +164,17 @@ def m016_policy_decisions(con: duckdb.DuckDBPyConnection) -> None:
     )
 
 
+def m017_stages(con: duckdb.DuckDBPyConnection) -> None:
+    """Updates that consume nothing, versions whose parent is of another run, and the models handed over."""
+    for column in (
+        "updates ADD COLUMN IF NOT EXISTS consumes BOOLEAN",
+        "policies ADD COLUMN IF NOT EXISTS parent_run VARCHAR",
+        "policies ADD COLUMN IF NOT EXISTS model VARCHAR",
+    ):
+        con.execute(f"ALTER TABLE {column}")
+    con.execute("UPDATE updates SET consumes = true")
+
+
 MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m001_initial,
     m002_place_of_calls,
@@ -181,6 +192,7 @@ MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
     m014_turn_budgets,
     m015_events,
     m016_policy_decisions,
+    m017_stages,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

@@ -316,7 +316,7 @@ class Update:
     policy_version: int
     """Version that this update produced."""
     rollout_ids: Sequence[str]
-    """Everything consumed: trained, filtered or dropped."""
+    """Everything that it took: trained, filtered or dropped."""
     samples: Sequence[UpdateSample]
     metrics: Mapping[str, float]
     checkpoint: str
@@ -328,6 +328,8 @@ class Update:
     """Folder with the state before this update: a checkpoint, or the model that the run started from."""
     reads: Sequence[UpdateRead] = ()
     """Every call and every reward that it was made of: what came later is not among them."""
+    consumes: bool = True
+    """Whether no other update can take its rollouts; False: it only read them, and others may train them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +358,11 @@ class Policy:
     time_ns: int = 0
     parent_version: int | None = None
     note: str = ""
+    """Free text; of a run's last version why it ended."""
+    parent_run: str | None = None
+    """Run of the parent; None: this one."""
+    model: str | None = None
+    """Model folder with its weights, from which other runs start; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)

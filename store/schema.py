@@ -295,7 +295,9 @@ POLICIES = Table(
         Column("path", "VARCHAR", "folder of the weights"),
         Column("time_ns", "BIGINT", "Unix time, ns"),
         Column("parent_version", "INTEGER", "version it was trained from", True),
-        Column("note", "VARCHAR", "free text"),
+        Column("note", "VARCHAR", "free text; of a run's last version why it ended"),
+        Column("parent_run", "VARCHAR", "run of the parent, where it is another one", True),
+        Column("model", "VARCHAR", "model folder with its weights; NULL: none was handed over", True),
     ),
     key=("run_id", "policy_version"),
 )
@@ -326,13 +328,14 @@ UPDATES = Table(
         Column("run_id", "VARCHAR", "training run"),
         Column("update_index", "INTEGER", "0, 1, 2, ... without a gap"),
         Column("policy_version", "INTEGER", "version that it produced"),
-        Column("rollout_ids", "VARCHAR[]", "everything consumed: trained, filtered or dropped"),
+        Column("rollout_ids", "VARCHAR[]", "everything that it took: trained, filtered or dropped"),
         Column("checkpoint", "VARCHAR", "folder with the state after the update"),
         Column("time_ns", "BIGINT", "Unix time, ns"),
         Column("config", "JSON", "the run's config as it was; no values of agent.env", True),
         Column(
             "parent", "VARCHAR", "folder with the state before the update: a checkpoint, or the model", True
         ),
+        Column("consumes", "BOOLEAN", "false: it only read its rollouts, and others may train them", True),
     ),
     key=("run_id", "update_index"),
 )

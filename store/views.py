@@ -147,7 +147,8 @@ ALARMS = View(
 POLICY_LINEAGE = View(
     "policy_lineage",
     "Each published version with its parent, where it stands (candidate, promoted, superseded or "
-    "rolled_back), the update that made it, and the last decision about it: by whom, why, on what metrics.",
+    "rolled_back), the update that made it, and the last decision about it: by whom, why, on what metrics. "
+    "The parent may be another run's version (parent_run), and others may start from its model folder.",
     """
     WITH became AS (
       SELECT run_id, seq, if(decision = 'rolled_back', to_version, policy_version) AS policy_version,
@@ -168,7 +169,7 @@ POLICY_LINEAGE = View(
         arg_max(time_ns, seq) AS time_ns, arg_max(path, seq) AS path,
         arg_max(metrics, seq) FILTER (metrics::VARCHAR <> '{}') AS metrics
       FROM policy_decisions GROUP BY ALL)
-    SELECT p.run_id, p.policy_version, p.parent_version,
+    SELECT p.run_id, p.policy_version, p.parent_run, p.parent_version, p.note, p.model,
       CASE WHEN b.status IS NULL THEN 'candidate' WHEN b.status = 'rolled_back' THEN 'rolled_back'
         WHEN m.policy_version = p.policy_version THEN 'promoted' ELSE 'superseded' END AS status,
       u.update_index, r.value AS reward_mean, (s.metrics->>'$.success')::DOUBLE AS success, s.metrics,

@@ -7,6 +7,7 @@ Knows the tables `updates`, `update_samples`, `update_reads`, `metrics`, `events
 * indexes of a run count 0, 1, 2, ... without a gap;
 * a rollout is consumed by at most one update; in the place of a session that was joined to an earlier one
   since it was read, that one is;
+* an update that only reads its rollouts consumes none, and may take what others have consumed;
 * a monitor has at most one event of an update: the first stands.
 """
 
@@ -36,7 +37,7 @@ from spangrad.store.tables.unread import changed_since
 
 
 def commit_update(con: duckdb.DuckDBPyConnection, update: Update) -> bool:
-    """Record an update and mark its rollouts consumed. False if it was committed before."""
+    """Record an update and mark its rollouts consumed, if it consumes. False if it was committed before."""
     label = f"update {update.update_index} of run {update.run_id!r}"
     before = con.execute(
         "SELECT policy_version, rollout_ids FROM updates WHERE run_id = ? AND update_index = ?",
@@ -64,6 +65,7 @@ def commit_update(con: duckdb.DuckDBPyConnection, update: Update) -> bool:
         "time_ns": update.time_ns or time.time_ns(),
         "config": None if update.config is None else encode_json(update.config),
         "parent": update.parent,
+        "consumes": update.consumes,
     }
     insert_rows(con, UPDATES, [key | row])
     insert_rows(con, UPDATE_SAMPLES, [key | asdict(sample) for sample in update.samples])
@@ -123,7 +125,7 @@ def _consume(con: duckdb.DuckDBPyConnection, update: Update, label: str) -> None
         [ids],
     ).fetchall()
     for rollout_id, run_id, index in found:
-        if index is not None:
+        if index is not None and update.consumes:
             raise StoreError(
                 f"{label}: rollout {rollout_id!r} was consumed by update {index} of run {run_id!r}"
             )
@@ -131,6 +133,8 @@ def _consume(con: duckdb.DuckDBPyConnection, update: Update, label: str) -> None
     joined = _joined_since(con, missing)
     if unknown := sorted(missing - joined.keys()):
         raise StoreError(f"{label}: there is no rollout {unknown[0]!r}; enqueue it or send its spans first")
+    if not update.consumes:
+        return
     read = {one.rollout_id for one in update.reads if one.call_id is not None}
     con.execute(
         "UPDATE rollouts SET consumed_run = ?, consumed_by = ? WHERE consumed_by IS NULL"

@@ -88,7 +88,10 @@ def test_the_view_tells_lineage_and_why(store: FileStore) -> None:
     assert row == {
         "run_id": "run",
         "policy_version": 1,
+        "parent_run": None,
         "parent_version": None,
+        "note": "",
+        "model": None,
         "status": "promoted",
         "update_index": 0,
         "reward_mean": 0.5,

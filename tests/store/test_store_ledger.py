@@ -76,6 +76,23 @@ def test_updates_that_contradict_the_books_are_refused_whole(
     assert store.stats()["update_samples"] == 1
 
 
+def test_an_update_that_only_reads_takes_nothing_from_others_and_may_take_what_they_have(
+    store: FileStore,
+) -> None:
+    assert store.commit_update(update(0, ["r0"]))
+    first = update(0, ["r0", "r1"], run_id="stored", consumes=False)
+    second = update(1, ["r1"], run_id="stored", consumes=False)
+    assert store.commit_update(first) and store.commit_update(second)
+    assert store.updates("stored") == [first, second]
+    assert not store.commit_update(first)
+    assert store.commit_update(update(1, ["r1"]))
+    assert [one.consumed_by for one in store.rollouts()][:3] == [0, 1, None]
+    rows = store.query("SELECT DISTINCT consumed_run FROM rollouts WHERE consumed_by IS NOT NULL")
+    assert rows == [{"consumed_run": "run"}]
+    with pytest.raises(StoreError, match="no rollout 'nobody'"):
+        store.commit_update(update(2, ["nobody"], run_id="stored", consumes=False))
+
+
 def test_metrics_of_a_publish_join_those_of_their_update(store: FileStore) -> None:
     store.commit_update(update(0, ["r0"]))
     before = dict(store.updates()[0].metrics)
@@ -93,7 +110,9 @@ def test_runs_count_their_updates_separately(store: FileStore) -> None:
 
 
 def test_policies_come_back_in_order_and_a_republished_one_once(store: FileStore) -> None:
-    second = Policy("run", 2, "p/2", time_ns=2, parent_version=1, note="gate passed")
+    second = Policy(
+        "run", 2, "p/2", time_ns=2, parent_version=1, note="gate passed", parent_run="other", model="m/2"
+    )
     for policy in (second, Policy("run", 1, "old", time_ns=1), Policy("run", 1, "p/1", time_ns=1), second):
         store.put_policy(policy)
     assert store.policies("run") == store.policies() == [Policy("run", 1, "p/1", time_ns=1), second]
