@@ -83,7 +83,7 @@ def baselines_of(
     with store.query_arrow(_SQL.format(kind=kind), parameters) as answer:  # `query` has a limit of rows
         rows: list[dict[str, Any]] = answer.read_all().to_pylist()
     earlier = [row["rollout_id"] for row in rows if not row["is_own"]]
-    known = {**totals, **_totals(store, earlier, authors, weights)}
+    known = {**totals, **totals_of(store, earlier, authors, weights)}
     ordered = [row for row in rows if row["rollout_id"] in known]
     baselines_M = running_baselines(
         np.array([known[row["rollout_id"]] for row in ordered], dtype=np.float64),
@@ -155,10 +155,10 @@ def _paths(value: Any, above: str) -> Iterator[str]:
             yield from _paths(inner, f"{above}.{name}")
 
 
-def _totals(
+def totals_of(
     store: Store, ids: Sequence[str], authors: Sequence[str], weights: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """Returns of those that have one. Calls are read only where one of them was rewarded."""
+    """Returns of the rollouts that have one. Calls are read only where one of them was rewarded."""
     if not ids:
         return {}
     given = by_rollout(store.rewards(ids))

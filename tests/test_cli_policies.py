@@ -79,6 +79,7 @@ def test_policies_lists_versions_with_where_they_stand(run: Path) -> None:
     assert rows[2] | {"decided": None, "published": None} == {
         "run": "r",
         "version": 2,
+        "parent_run": None,
         "parent": 1,
         "status": "promoted",
         "update": 1,
@@ -90,6 +91,8 @@ def test_policies_lists_versions_with_where_they_stand(run: Path) -> None:
         "decided": None,
         "published": None,
         "path": str(kept_folder(run.parent / "runs/r", 2)),
+        "note": "",
+        "model": None,
     }
     assert listed("policies", "--store", str(run), "--run", "other", "--json") == []
     shown = CliRunner().invoke(app, ["policies", "--store", str(run)]).stdout.splitlines()

@@ -133,6 +133,11 @@ def idle_workers() -> list[Any]:
     return _RESERVED[-1].idle
 
 
+def stop_ray() -> None:
+    """End the cluster of this process, if there is one, with all its actors."""
+    ray.shutdown()
+
+
 def start_learner(config: LearnerConfig) -> Any:
     """The learner as a Ray actor in a process of its own; errors while loading surface at the first call.
 

@@ -143,13 +143,16 @@ class ClusterConfig:
         """Whether the run starts a cluster of its own."""
         return self.address == "local"
 
-    def check(self, *, learners: int, workers: int, makes_rollouts: bool, names_engines: bool) -> None:
+    def check(
+        self, *, learners: int, workers: int, makes_rollouts: bool, asks_engines: bool, names_engines: bool
+    ) -> None:
         """Refuse what has no effect beside the rest of the config.
 
         Args:
             learners: `learner.workers`.
             workers: `agent.workers`.
-            makes_rollouts: False: the run learns from live agents.
+            makes_rollouts: False: the run learns from live agents, or from what is in the store.
+            asks_engines: False: it learns from the store alone.
             names_engines: Whether `serving` names engines.
 
         Raises:
@@ -158,8 +161,12 @@ class ClusterConfig:
         _refuse_lone("learner.placement", self.learner.placement, learners, "learner.workers")
         if not makes_rollouts and self.workers != WorkersPlace():
             raise ConfigError(
-                "cluster.workers has no effect with [production], where live agents make the rollouts; leave"
-                " one out"
+                "cluster.workers has no effect with [production] and [stored], where the run makes no rollouts;"
+                " leave one out"
+            )
+        if self.engines is not None and not asks_engines:
+            raise ConfigError(
+                "cluster.engines has no effect with [stored], where no engine is asked; leave one out"
             )
         _refuse_lone("workers.placement", self.workers.placement, workers, "agent.workers")
         if self.workers.placement != "pack" and not (self.workers.cpus or self.workers.resources):

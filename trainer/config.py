@@ -15,7 +15,11 @@
     [cluster]  the Ray cluster, and what goes where (spangrad.trainer.cluster_config.ClusterConfig)
     [production]  trains on sessions of live agents (spangrad.trainer.production.production_config);
                then [agent] is left out
+    [stored]   trains on rollouts that are in the store (spangrad.trainer.stages.stored_config); then [agent]
+               is left out, and no engine is needed
+    [stop]     a metric that ends the run before its last update (spangrad.trainer.stages.stop_config)
 
+A file with tables [[stage]] has several runs, one after the other (spangrad.trainer.stages.recipe).
 An unknown section or key is an error that names the nearest known one. Paths are relative to
 the folder of the TOML file. `--set learner.lr=1e-4` overrides one value, `--set credit={}` gives a section
 its defaults. TOML has no None: where a setting may be None, "none" says so.
@@ -26,7 +30,7 @@ import difflib
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
@@ -44,6 +48,9 @@ from spangrad.trainer.production.production_config import USED_OF_ROLLOUT, Produ
 from spangrad.trainer.promotion.rule import PromotionConfig
 from spangrad.trainer.rollouts.agent_config import AgentConfig
 from spangrad.trainer.serving.serving_config import ServingConfig
+from spangrad.trainer.stages import stored_config
+from spangrad.trainer.stages.stop_config import StopConfig
+from spangrad.trainer.stages.stored_config import StoredConfig, check_stored
 
 T = TypeVar("T")
 
@@ -203,7 +210,10 @@ class TrainConfig:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     production: ProductionConfig | None = None
-    """How a run trains on sessions of live agents; None: it has rollouts made."""
+    """How a run trains on sessions of live agents; None: it does not."""
+    stored: StoredConfig | None = None
+    """Which stored rollouts a run trains on; None, and no `production`: it has rollouts made."""
+    stop: StopConfig = field(default_factory=StopConfig)
     base_dir: str = "."
     """Folder that relative paths start from."""
 
@@ -212,26 +222,30 @@ class TrainConfig:
         aggregation = self.rollout.aggregation
         is_weighed = aggregation != RolloutConfig.__dataclass_fields__["aggregation"].default
         group_size = self.rollout.group_size
-        if self.production is None:
+        of_agents: dict[str, tuple[Any, Collection[str]]] = {
+            "agent": (self.agent, ()),
+            "curriculum": (self.curriculum, ()),
+            "eval": (self.eval, ()),
+            "promotion": (self.promotion, ()),
+        }
+        if self.makes_rollouts:
             self.agent.check()
             self.curriculum.check(self.agent.tasks, self.rollout.groups_per_update)
-        else:
+        elif self.stored is None:
             group_size = 1
-            check_beside(
-                self.learner,
-                self.credit,
-                {
-                    "agent": (self.agent, ()),
-                    "rollout": (self.rollout, USED_OF_ROLLOUT),
-                    "curriculum": (self.curriculum, ()),
-                    "eval": (self.eval, ()),
-                    "promotion": (self.promotion, ()),
-                },
-            )
+            rollout = {"rollout": (self.rollout, USED_OF_ROLLOUT)}
+            check_beside(self.learner, self.credit, of_agents | rollout)
+        elif self.production is not None:
+            raise ConfigError("[stored] and [production] both say what is trained; leave one out")
+        else:
+            rollout = {"rollout": (self.rollout, stored_config.USED_OF_ROLLOUT)}
+            serving = {"serving": (self.serving, stored_config.USED_OF_SERVING)}
+            check_stored(self.learner, of_agents | rollout | serving)
         self.cluster.check(
             learners=self.learner.workers,
             workers=self.agent.workers,
-            makes_rollouts=self.production is None,
+            makes_rollouts=self.makes_rollouts,
+            asks_engines=self.stored is None,
             names_engines=self.serving.engines != ServingConfig().engines,
         )
         check_effects(
@@ -244,6 +258,7 @@ class TrainConfig:
             rewards=self.credit.reward_weights,
             eval_every=self.eval.every,
             group_size=group_size,
+            is_stored=self.stored is not None,
         )
         if self.serving.transfer == "lora" and not self.learner.lora_rank:
             raise ConfigError(
@@ -262,6 +277,15 @@ class TrainConfig:
             self.learner.model_path,
             f"none: a run starts from serving.model, {self.serving.model!r}",
         )
+
+    @property
+    def makes_rollouts(self) -> bool:
+        """Whether the run asks for rollouts itself."""
+        return self.production is None and self.stored is None
+
+    def version_of_rows(self, policy_version: int) -> int | None:
+        """The learner's version, if those that sampled can be compared with it; None: they are others'."""
+        return None if self.stored is not None else policy_version
 
     @property
     def critic(self) -> CriticConfig | None:
@@ -328,6 +352,11 @@ def build_run(raw: Mapping[str, Any], base_dir: Path, *, where: str) -> TrainCon
         ConfigError: A section or key is unknown, a value has the wrong type or range.
     """
     sections = [f.name for f in dataclasses.fields(TrainConfig) if f.name != "base_dir"]
+    if "stage" in raw:
+        raise ConfigError(
+            f"{where} has [[stage]]: it is a recipe of several runs, which `spangrad train` alone takes;"
+            " expected the config of one"
+        )
     for name, value in raw.items():
         if name in sections:
             continue
@@ -338,9 +367,10 @@ def build_run(raw: Mapping[str, Any], base_dir: Path, *, where: str) -> TrainCon
         raise ConfigError(
             f"{where}: unknown section {name!r}; {f'did you mean {near[0]!r}?' if near else known}"
         )
-    needed = ("run",) if "production" in raw else ("run", "agent")
+    needed = ("run",) if "production" in raw or "stored" in raw else ("run", "agent")
     if missing := [name for name in needed if name not in raw]:
-        raise ConfigError(f"{where}: section {missing[0]!r} is missing")
+        other = "; a run on stored rollouts has [stored], stored = {} of all" if missing[0] == "agent" else ""
+        raise ConfigError(f"{where}: section {missing[0]!r} is missing{other}")
     return dataclasses.replace(build(TrainConfig, raw, where=where), base_dir=str(base_dir))
 
 

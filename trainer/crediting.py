@@ -64,7 +64,7 @@ class Crediting:
         batch = credited_rows(
             store,
             rollouts,
-            policy_version=policy_version,
+            policy_version=config.version_of_rows(policy_version),
             max_staleness=config.rollout.max_staleness,
             render=self._rendered,
             critic=critic,

@@ -1,5 +1,6 @@
 """Success on held-out tasks, with an interval."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -112,6 +113,31 @@ def evaluate(
         policy_version=policy_version,
         unscored=len(rollouts) - len(values),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """An evaluation between two updates, and what an update records of it."""
+
+    evaluation: Evaluation
+    metrics: dict[str, float]
+
+
+def evaluate_between(
+    store: Store, config: TrainConfig, keys: RunKeys, policy_version: int, served: ServedPolicy
+) -> Between:
+    """Evaluate greedily on `eval.tasks_between` tasks; the arguments are those of `evaluate`."""
+    started = time.monotonic()
+    found = evaluate(
+        store,
+        config,
+        keys,
+        label="between",
+        policy_version=policy_version,
+        tasks=config.eval.tasks_between,
+        served=served,
+    )
+    return Between(found, {"eval/success_greedy": found.success, "time/eval_s": time.monotonic() - started})
 
 
 def held_out_rollouts(config: TrainConfig, label: str, policy_version: int, tasks: int) -> list[Rollout]:

@@ -38,7 +38,7 @@ from spangrad.trainer.cluster import call, start_learner, start_ray
 from spangrad.trainer.config import TrainConfig
 from spangrad.trainer.crediting import Crediting, as_trained
 from spangrad.trainer.curriculum.sampler import TaskSampler, turn_metrics
-from spangrad.trainer.evaluation import Evaluation, evaluate
+from spangrad.trainer.evaluation import Evaluation, evaluate_between
 from spangrad.trainer.learning import checkpoint
 from spangrad.trainer.monitoring.behavior import behavior_metrics
 from spangrad.trainer.monitoring.watch import Watch
@@ -57,6 +57,9 @@ from spangrad.trainer.rollouts.source import Source
 from spangrad.trainer.serving.fleet import Probe
 from spangrad.trainer.serving.own_engines import engines_and_places
 from spangrad.trainer.serving.served import ServedPolicy
+from spangrad.trainer.stages.deck import Deck
+from spangrad.trainer.stages.handing_over import policy_of
+from spangrad.trainer.stages.stopping import check_metric, why_ended
 from spangrad.trainer.update_metrics import (
     Metrics,
     batch_metrics,
@@ -79,6 +82,8 @@ class TrainReport:
     history: list[Metrics] = field(default_factory=list)
     """Metrics of every update of this call."""
     evaluations: list[Evaluation] = field(default_factory=list)
+    ended: str | None = None
+    """Why the run has gone as far as it should; None: it has not."""
 
 
 class Run:
@@ -90,6 +95,7 @@ class Run:
         keys: RunKeys | None = None,
         *,
         on_note: Callable[[str], None] | None = None,
+        parent: Policy | None = None,
     ) -> None:
         """Check what can be checked before anything is started.
 
@@ -97,6 +103,7 @@ class Run:
             config: See `spangrad.trainer.config`.
             keys: Bearer keys; None: read from `hub.keys`.
             on_note: Called with a line for the person who started the run.
+            parent: Another run's version, whose weights are those of the starting model; None: of none.
 
         Raises:
             ConfigError: Agent, tasks or reward can't be loaded, or the run was begun with other ones.
@@ -111,20 +118,23 @@ class Run:
         self.policy_version = 0
         self.parent_version: int | None = None
         """The version that the learner's weights were made from."""
+        self._parent = parent
+        self.ended: str | None = None
+        """Why the run has gone as far as it should; None: it has not."""
         self.folder = config.folder
         self.checkpoints = self.folder / "checkpoints"
         self._model = config.start_model
         self._crediting = Crediting(config, self._model)
-        if config.production is None:
+        if config.makes_rollouts:
             self._reward = load_callable(config.agent.reward, config.base_dir)
         self.rollbacks = Rollbacks(self, self._on_note)
         self.gate = Gate(self, self.rollbacks) if config.promotion.every else None
         self.store: Store = open_store(config.hub.url, self.keys.trainer)
-        self._sampler = TaskSampler(config, self.store) if config.production is None else None
+        self._sampler = TaskSampler(config, self.store) if config.makes_rollouts else None
         self.store.last_update(config.run.id)
         self.watch = Watch(self.store, config, roll_back=self._give_up, tell=on_note)
         self.served = ServedPolicy(config.serving, self.keys.trainer, self.folder / "weights")
-        if config.cluster.engines is None:
+        if config.stored is None and config.cluster.engines is None:
             self.served.fleet.others(0)  # raises if no engine answers
         self._weights = self._model
         """Where the learner's current weights are kept: the starting folder, then a checkpoint."""
@@ -157,6 +167,9 @@ class Run:
         self._resume()
         self._judge()
         self.watch.check()
+        if self.config.stored is not None:
+            self.source = Deck(self.store, self.config, self.config.stored, on_note=self._on_note)
+            return
         if self.config.production is not None:
             begun.enter_context(self.harvest())
             return
@@ -224,7 +237,9 @@ class Run:
 
     def wait(self, is_asked_to_stop: Callable[[], bool] = lambda: False) -> bool:
         """Whether there is an update to collect for; a run on live sessions waits until there are enough."""
-        if self.update_index >= self.config.run.updates:
+        why = self.source.ended() or why_ended(self.store, self.config, self.update_index)
+        self.ended = self.ended or why
+        if self.ended is not None:
             return False
         return self.source.wait(is_asked_to_stop)
 
@@ -235,7 +250,7 @@ class Run:
         metrics: Metrics = {"rollout/cut": 0.0, "time/wait_s": 0.0}
         started = time.monotonic()
         informative = 0
-        refills = config.refills if self.config.production is None else 0
+        refills = config.refills if self.config.makes_rollouts else 0
         for refill in range(refills + 1):
             if refill:
                 logger.warning(
@@ -268,6 +283,20 @@ class Run:
         why = self._crediting.why_nothing(batch, seen)
         raise nothing_to_learn(self.store, self.config, self.update_index, batch, seen, why=why)
 
+    def go_on_after(self, error: EmptyBatchError) -> None:
+        """Say that an update was passed by, or why the run ends.
+
+        Raises:
+            EmptyBatchError: There is nothing else to learn from.
+        """
+        if isinstance(error, ConvergedError):
+            self.ended = "nothing is left to learn"
+        elif self.config.makes_rollouts:
+            raise error
+        elif not self.source.has_others:
+            raise EmptyBatchError(f"none of the stored rollouts can be learned from; the last ones: {error}")
+        self._on_note(str(error))
+
     def _values(self, rows: Sequence[Transition]) -> Sequence[Sequence[float]]:
         values: Sequence[Sequence[float]] = call(self.learner.values, rows)
         return values
@@ -288,9 +317,11 @@ class Run:
         metrics = metrics | batch_metrics(batch) | (self._sampler.metrics() if self._sampler else {})
         metrics |= turn_metrics(rollouts, batch.calls)
         metrics |= behavior_metrics(batch.calls, rollouts, self.config.monitor.test_files)
-        self._probe_rows = list(batch.rows[:4])
-        self._probe_before = call(self.learner.score, [scored_whole(row) for row in self._probe_rows])
-        learnt = call(self.learner.update, batch.rows, policy_version=self.policy_version)
+        if self.config.stored is None:
+            self._probe_rows = list(batch.rows[:4])
+            self._probe_before = call(self.learner.score, [scored_whole(row) for row in self._probe_rows])
+        version = self.config.version_of_rows(self.policy_version)
+        learnt = call(self.learner.update, batch.rows, policy_version=version)
         metrics |= with_reasons_of_both(metrics, learnt)
         metrics |= checked_books(metrics, where=f"update {self.update_index}")
         metrics["time/update_s"] = time.monotonic() - started
@@ -303,6 +334,7 @@ class Run:
             metrics=metrics,
             checkpoint="",
             time_ns=time.time_ns(),
+            consumes=self.config.stored is None,
             **made_of(self.config, batch, self._weights),
         )
         self._weights = call(
@@ -362,6 +394,9 @@ class Run:
         self.store.put_metrics(self.config.run.id, self.update_index - 1, metrics)
 
     def _publish_weights(self) -> Metrics:
+        if self.config.stored is not None:  # no engine serves it
+            self._put_policy()
+            return {}
         while True:
             try:
                 return self._publish_once()
@@ -381,16 +416,13 @@ class Run:
         report = self.served.publish(self.policy_version, self._export, probe)
         # Only now: engines that may still be paused by a publish that died can't say what they compute.
         self._probe_before = None
-        self.store.put_policy(
-            Policy(
-                run_id=self.config.run.id,
-                policy_version=self.policy_version,
-                path=str(self._weights),
-                time_ns=time.time_ns(),
-                parent_version=self.parent_version,
-            )
-        )
+        self._put_policy()
         return report.metrics()
+
+    def _put_policy(self) -> None:
+        version, made_from = self.policy_version, self.parent_version
+        record = policy_of(self.config.run.id, version, self._weights, made_from, self._parent)
+        self.store.put_policy(record)
 
     def _export(self, path: str) -> object:
         """Write what is published: a file of all weights, or an adapter's folder below `path`."""
@@ -420,8 +452,10 @@ def train(
     on_note: Callable[[str], None] | None = None,
     evaluate_after: bool = True,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
+    parent: Policy | None = None,
+    on_end: Callable[[Run, str], None] | None = None,
 ) -> TrainReport:
-    """Run until `run.updates` updates are done, or nothing is left to learn.
+    """Run until `run.updates` updates are done, `[stop]` says so, or nothing is left to learn.
 
     The same command continues after a crash.
 
@@ -432,48 +466,37 @@ def train(
         on_note: Called with a line for the person who started the run: where it continues, why it ended.
         evaluate_after: Evaluate in between as `eval.every` says.
         is_asked_to_stop: Asked between two updates; a run on live sessions ends where it says so.
+        parent: As of a `Run`.
+        on_end: Called with the run and why, when it has gone as far as it should.
 
     Raises:
         PausedError: A monitor paused the run; all that was trained is kept.
     """
     report = TrainReport()
-    with Run(config, keys, on_note=on_note) as run:
+    with Run(config, keys, on_note=on_note, parent=parent) as run:
         while run.wait(is_asked_to_stop):
             try:
                 batch, rollouts, metrics = run.collect()
-            except EmptyBatchError as end:
-                if config.production is None and not isinstance(end, ConvergedError):
-                    raise
-                (on_note or logger.info)(str(end))
-                if config.production is None:
-                    break
+            except EmptyBatchError as error:
+                run.go_on_after(error)
                 continue
             metrics = run.learn(batch, rollouts, metrics)
             later = run.publish()
             if evaluate_after and config.eval.every and run.update_index % config.eval.every == 0:
-                later |= _evaluate_between(run, report)
+                found = evaluate_between(run.store, config, run.keys, run.policy_version, run.served)
+                later |= found.metrics
+                report.evaluations.append(found.evaluation)
             run.store.put_metrics(config.run.id, run.update_index - 1, later)
             metrics |= later
             report.history.append(metrics)
             if on_update is not None:
                 on_update(run.update_index - 1, metrics)
+            check_metric(config, metrics, run.update_index)
             run.watch.check()
             run.advance()
+        if run.ended is not None and on_end is not None:
+            on_end(run, run.ended)
+        report.ended = run.ended
         report.updates = run.update_index
         report.policy_version = run.policy_version
     return report
-
-
-def _evaluate_between(run: Run, report: TrainReport) -> Metrics:
-    started = time.monotonic()
-    found = evaluate(
-        run.store,
-        run.config,
-        run.keys,
-        label="between",
-        policy_version=run.policy_version,
-        tasks=run.config.eval.tasks_between,
-        served=run.served,
-    )
-    report.evaluations.append(found)
-    return {"eval/success_greedy": found.success, "time/eval_s": time.monotonic() - started}

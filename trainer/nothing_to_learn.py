@@ -24,9 +24,9 @@ def nothing_to_learn(
 ) -> EmptyBatchError:
     """The error that says so; `why` is what the settings of credit have to do with it.
 
-    Live sessions never say that a run is done: those that come next may be other.
+    Live sessions, and stored rollouts, never say that a run is done: those that come next may be other.
     """
-    if config.production is None and _has_converged(batch, rollouts, store.updates(config.run.id)):
+    if config.makes_rollouts and _has_converged(batch, rollouts, store.updates(config.run.id)):
         groups, left = batch.diagnostics["groups/all"], config.run.updates - update_index
         return ConvergedError(
             f"update {update_index}: the rollouts of each of {groups:.0f} groups got one reward,"
@@ -37,18 +37,23 @@ def nothing_to_learn(
     first = f"; first refusal: {batch.refused[0].reason}" if batch.refused else ""
     failures = [rollout.failure for rollout in rollouts if rollout.failure]
     broken = f"; first failure: {failures[0]}" if failures else ""
-    again = (
-        " the same command grades them again with a changed reward, and runs again what failed;"
-        " for a changed agent choose another run.id"
-        if config.production is None
-        else " others are waited for, and these are looked at again after the next update"
-    )
+    if config.stored is not None:
+        again = "they are passed by"
+    elif config.production is not None:
+        again = (
+            "the rollouts stay in the store unconsumed; others are waited for, and these are looked at again"
+            " after the next update"
+        )
+    else:
+        again = (
+            "the rollouts stay in the store unconsumed; the same command grades them again with a changed"
+            " reward, and runs again what failed; for a changed agent choose another run.id"
+        )
     return EmptyBatchError(
         f"update {update_index}: nothing to learn from {len(rollouts)} rollouts:"
         f" {trainable} trainable tokens, {int(batch.diagnostics.get('groups/informative', 0))} of"
         f" {int(batch.diagnostics.get('groups/all', 0))} groups with different rewards,"
-        f" {len(batch.refused)} calls refused{first}{broken}{why}; the rollouts stay in the store"
-        f" unconsumed;{again}"
+        f" {len(batch.refused)} calls refused{first}{broken}{why}; {again}"
     )
 
 

@@ -40,8 +40,8 @@ class PreferenceConfig:
     """`dpo`: returns of a pair differ by more than this; 0 or more."""
     pairs_per_group: int = 0
     """`dpo`: pairs of a group, those with the largest gaps; 0: all."""
-    good_at: float = 1.0
-    """`kto`, `bc`: a rollout is good if its return is at least this."""
+    good_at: float | None = 1.0
+    """`kto`, `bc`: a rollout is good if its return is at least this; none (`bc`): all are, scored or not."""
     target: Target = "actions"
     """`bc`: what is cloned: the policy's replies, or (an implicit world model) what they were answered."""
     per_group: int = 0
@@ -82,6 +82,11 @@ def check_effects(
         ConfigError: One was changed, or groups of one say nothing.
     """
     _check_comparisons(learner, credit, group_size)
+    if preference.good_at is None and learner.objective == "kto":
+        raise ConfigError(
+            "preference.good_at is none, and learner.objective 'kto' learns from what is good and what is"
+            " bad; say what is good"
+        )
     if preference.target == "observations" and learner.echo_coef > 0:
         raise ConfigError(
             f"learner.echo_coef is {learner.echo_coef!r} and preference.target 'observations', which trains "

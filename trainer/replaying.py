@@ -111,15 +111,15 @@ def replay(
     critic: Critic | None = None if learner is None or config.critic is None else learner.values
     batch = Crediting(config, model).rows(as_read(store, update.reads), rollouts, version, critic)
     checks = list(_of_reads(update, batch))
-    metrics = batch_metrics(batch)
+    metrics, rows_version = batch_metrics(batch), config.version_of_rows(version)
     if learner is not None:
-        learnt = learner.update(batch.rows, policy_version=version)
+        learnt = learner.update(batch.rows, policy_version=rows_version)
         samples = as_trained(batch.samples, learner.trained_calls())
     elif config.learner.correction.is_on:
         notes.append("what learner.correction left out can't be told without them")
         learnt, samples = {}, list(batch.samples)
     else:
-        learnt, samples = _selected(config, batch, version)
+        learnt, samples = _selected(config, batch, rows_version)
     metrics |= with_reasons_of_both(metrics, learnt)
     if learnt:
         metrics |= checked_books(metrics, where=f"update {update.update_index}, replayed")
@@ -177,7 +177,9 @@ def _learner(config: LearnerConfig, update: Update, parent: Path) -> tuple[Learn
     return learner, []
 
 
-def _selected(config: TrainConfig, batch: CreditedBatch, version: int) -> tuple[Metrics, list[UpdateSample]]:
+def _selected(
+    config: TrainConfig, batch: CreditedBatch, version: int | None
+) -> tuple[Metrics, list[UpdateSample]]:
     """What a learner would train of the rows, without one."""
     learner = replace(config.learner, critic=config.critic)
     selection = select_rows(

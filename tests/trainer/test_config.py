@@ -28,6 +28,7 @@ from spangrad.trainer.preference_config import PreferenceConfig
 from spangrad.trainer.promotion.rule import PromotionConfig
 from spangrad.trainer.rollouts.agent_config import AgentConfig
 from spangrad.trainer.serving.serving_config import ServingConfig
+from spangrad.trainer.stages.stop_config import StopConfig
 
 MINIMAL = """
 [run]
@@ -80,7 +81,7 @@ def test_adapters_are_published_only_where_one_is_trained_and_pause_nothing(tmp_
 
 SECTIONS = (
     "known are run, agent, hub, serving, rollout, curriculum, credit, preference, learner, eval,"
-    " promotion, monitor, cluster, production"
+    " promotion, monitor, cluster, production, stored, stop"
 )
 
 
@@ -208,6 +209,9 @@ OUT_OF_RANGE = [
     (RolloutConfig, "straggler_s", 0.0, "more than 0, or none"),
     (RolloutConfig, "aggregation_tokens", 0.0, "more than 0"),
     (RolloutConfig, "refills", -1, "0 or more"),
+    (StopConfig, "min_change", -1.0, "0 or more"),
+    (StopConfig, "window", 0, "1 or more"),
+    (StopConfig, "patience", 0, "1 or more"),
     (PreferenceConfig, "min_gap", -1.0, "0 or more"),
     (PreferenceConfig, "pairs_per_group", -1, "0 or more"),
     (PreferenceConfig, "per_group", -1, "0 or more"),
@@ -301,7 +305,10 @@ OUT_OF_RANGE = [
     (WarmStartConfig, "lr", 0.0, "more than 0"),
     (WarmStartConfig, "dtype", "float16", "one of float32, bfloat16"),
 ]
-WITHOUT_A_RANGE = {(EvalConfig, "seed"), (EvalConfig, "success_at"), (PreferenceConfig, "good_at")}
+WITHOUT_A_RANGE = {
+    *((EvalConfig, "seed"), (EvalConfig, "success_at"), (PreferenceConfig, "good_at")),
+    (StopConfig, "reaches"),
+}
 
 
 @pytest.mark.parametrize(("kind", "name", "value", "expected"), OUT_OF_RANGE)

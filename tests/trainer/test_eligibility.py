@@ -214,3 +214,14 @@ def test_no_call_is_trained_twice_when_its_session_is_found_to_be_part_of_an_ear
     assert [(one.rollout_id, one.consumed_by) for one in store.rollouts()] == [(early.trace_id, None)]
     assert ready(store, RULES, NOW, most=9) == []
     assert states(store, RULES, NOW)["trained"] == 1
+
+
+def test_a_session_that_an_update_only_read_is_still_ready(store: FileStore) -> None:
+    fill(store, {"s": Made(kind="root")})
+    (call,) = store.query("SELECT call_id FROM calls")
+    read = [UpdateRead("s", call["call_id"])]
+    stored = Update("clone", 0, 1, ["s"], [], {}, "", time_ns=1, reads=read, consumes=False)
+    store.commit_update(stored)
+    assert ready(store, RULES, NOW, most=9) == ["s"]
+    store.commit_update(Update("r", 0, 6, ["s"], [], {}, "", time_ns=1, reads=read))
+    assert ready(store, RULES, NOW, most=9) == []

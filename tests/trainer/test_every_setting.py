@@ -2,9 +2,9 @@
 
 A setting that nobody walks fails `test_every_setting_is_walked`; give it an entry in `WALKS`. Elsewhere
 are `[credit]` (`tests/credit/test_assign.py`), `[learner]` (`test_objectives.py` and what it names),
-`[monitor]` (`test_monitor_numbers.py`), `[curriculum]` (`test_curriculum_in_a_run.py`) and `[production]`
+`[monitor]` (`test_monitor_numbers.py`), `[curriculum]` (`test_curriculum_in_a_run.py`), `[production]`
 (`test_eligibility.py`, `test_production_run.py`), `[cluster]` (`test_cluster_config.py`,
-`tests/loop/test_two_nodes.py`).
+`tests/loop/test_two_nodes.py`), `[stored]` and `[stop]` (`stages/`).
 """
 
 import json
@@ -35,7 +35,7 @@ from spangrad.trainer.config import TrainConfig, load_config
 from spangrad.trainer.evaluation import Evaluation
 from spangrad.trainer.rollouts.feeder import STRAGGLER
 
-ELSEWHERE = {"credit", "learner", "curriculum", "monitor", "promotion", "cluster"}
+ELSEWHERE = {"credit", "learner", "curriculum", "monitor", "promotion", "cluster", "stop"}
 AGENT = """
 import os, threading, time
 def run(task): return _seen(task, "run")

@@ -10,6 +10,7 @@ from tests.trainer.test_config import MINIMAL, write
 from spangrad.errors import ConfigError
 from spangrad.trainer.config import load_config
 from spangrad.trainer.monitoring.monitor_config import MONITOR_NAMES, MonitorConfig
+from spangrad.trainer.stages.recipe import is_recipe, load_recipe
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -86,4 +87,6 @@ def test_the_readme_has_every_monitor_in_order_with_its_default() -> None:
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/*.toml")), ids=lambda file: file.parent.name)
 def test_examples_take_the_defaults(file: Path) -> None:
-    assert load_config(file, besides=("warm_start",)).monitor == MonitorConfig()
+    stages = load_recipe(file).stages if is_recipe(file) else ()
+    configs = [stage.config for stage in stages] or [load_config(file, besides=("warm_start",))]
+    assert all(config.monitor == MonitorConfig() for config in configs)

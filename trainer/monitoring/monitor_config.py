@@ -16,6 +16,11 @@ from spangrad.store.names import nearest
 Action = Literal["warn", "pause", "rollback"]
 WITH_RATIO: Final = ("gap", "sample_share", "clip")
 """Monitors of how far the policy is from the one that sampled: of objectives that compare the two."""
+OF_ROLLOUTS: Final = (
+    *("spread", "first_steps", "drift", "steps", "early_exits", "test_edits", "flattery"),
+    *("verifier", "judge", "test_files"),
+)
+"""Monitors of what the policy did, and what they need: of runs whose rollouts it makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +172,7 @@ def check_monitors(
     rewards: Collection[str],
     eval_every: int,
     group_size: int,
+    is_stored: bool,
 ) -> None:
     """Refuse settings of monitors that nothing of a run bears out.
 
@@ -177,6 +183,7 @@ def check_monitors(
         rewards: Names in `credit.reward_weights`.
         eval_every: `eval.every`.
         group_size: Rollouts of each task.
+        is_stored: Whether it trains on stored rollouts: monitors of what the policy did have nothing to see.
 
     Raises:
         ConfigError: One was changed and has no effect, or the held-out reward is trained.
@@ -192,6 +199,8 @@ def check_monitors(
         unused["drift"] = "with monitor.verifier none and eval.every 0: nothing is held out"
     if group_size == 1:
         unused["spread"] = "where every rollout is alone in its group: none has a spread"
+    if is_stored:
+        unused |= dict.fromkeys(OF_ROLLOUTS, "with [stored], whose rollouts the policy did not make")
     for name, why in unused.items():
         value, default = getattr(monitor, name), getattr(plain, name)
         if (value != default and value is not None) or name in monitor.actions:

@@ -27,6 +27,7 @@ from spangrad.trainer.monitoring.finding import Finding
 from spangrad.trainer.monitoring.flattery import Spoken, flattery, spoken
 from spangrad.trainer.monitoring.hacking import VERIFIED
 from spangrad.trainer.monitoring.history import History, last_update, read_history
+from spangrad.trainer.monitoring.monitor_config import OF_ROLLOUTS
 from spangrad.trainer.monitoring.monitors import MONITORS, metrics_of
 from spangrad.trainer.monitoring.outputs import outputs_of, rollouts_of, verified
 
@@ -58,7 +59,9 @@ class Watch:
         self._run_id, self._monitor = config.run.id, config.monitor
         self._roll_back = roll_back
         self._tell = tell or (lambda line: logger.warning("%s", line))
-        self._on = [name for name in MONITORS if self._monitor.threshold(name) is not None]
+        blind = () if config.stored is None else OF_ROLLOUTS
+        seeing = [name for name in MONITORS if name not in blind]
+        self._on = [name for name in seeing if self._monitor.threshold(name) is not None]
         self._idle_told = False
         self._spoken: dict[int, Spoken] = {}
 

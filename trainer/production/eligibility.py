@@ -2,7 +2,7 @@
 
 A session is a rollout of split `recorded`, and is in one state, the first that fits:
 
-    trained     an update read a call of it, when it was part of another session
+    trained     an update that consumes what it takes read a call of it, when it was part of another session
     unended     its root span has not come and its last span is not old enough, or calls are still unread
     failed      it ended with an error
     no_grade    no call of it is of a grade that the objective can train
@@ -13,7 +13,8 @@ A session is a rollout of split `recorded`, and is in one state, the first that 
 Knows the store's tables. Does not know: learners, clocks.
 
 Invariants:
-* what an update consumed, or read a call of, is never ready again;
+* what an update consumed, or read a call of for what it consumed, is never ready again; reading alone, as
+  stages on stored rollouts do, takes nothing away;
 * what is held out is never ready for an update;
 * rewards count as `credit/rewards.py` counts them.
 """
@@ -50,7 +51,8 @@ WITH own AS (
     AND s.attributes->>$role = 'rollout'
 ), read AS (
   SELECT DISTINCT calls.rollout_id FROM update_reads JOIN calls USING (call_id)
-  WHERE calls.rollout_id IN (SELECT rollout_id FROM own)
+  JOIN updates USING (run_id, update_index)
+  WHERE updates.consumes AND calls.rollout_id IN (SELECT rollout_id FROM own)
 ), told AS (
   SELECT c.rollout_id, count(*) FILTER (c.purpose = $acts AND c.grade <> 'unusable') AS acts,
     coalesce(bool_or(c.purpose = $acts AND c.grade IN (SELECT unnest($grades::VARCHAR[]))), false) AS is_good,

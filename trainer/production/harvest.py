@@ -88,6 +88,14 @@ class Harvest:
         self.advance(update_index=update_index, policy_version=policy_version)
         yield self
 
+    @property
+    def has_others(self) -> bool:
+        """Yes: agents go on."""
+        return True
+
+    def ended(self) -> None:
+        """Never: agents go on."""
+
     def wait(self, is_asked_to_stop: Callable[[], bool]) -> bool:
         """Wait until there are sessions for an update; False: somebody asked to stop before."""
         began = time.monotonic()

@@ -4,7 +4,7 @@ Knows settings, and which others have no effect beside them. Does not know: stor
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from spangrad.credit.credit_config import CreditConfig
@@ -13,6 +13,7 @@ from spangrad.errors import ConfigError
 from spangrad.trainer.learning.learner_config import LearnerConfig, require
 from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.lone_rollouts import check_lone
+from spangrad.trainer.unused import refuse_unused
 
 USED_OF_ROLLOUT = frozenset({"max_staleness", "aggregation", "aggregation_tokens", "reward_authors"})
 """Settings of `[rollout]` that have an effect beside `[production]`."""
@@ -56,14 +57,10 @@ def check_beside(
     Raises:
         ConfigError: Rollouts of a task would be compared, or a setting has no effect.
     """
-    for section, (settings, used) in sections.items():
-        for field in fields(settings):
-            default = field.default if field.default_factory is MISSING else field.default_factory()
-            if field.name not in used and getattr(settings, field.name) != default:
-                raise ConfigError(
-                    f"{section}.{field.name} has no effect with [production], where live agents make the"
-                    " rollouts and feedback their rewards; leave one out"
-                )
+    refuse_unused(
+        sections,
+        "with [production], where live agents make the rollouts and feedback their rewards; leave one out",
+    )
     check_lone(
         learner.objective,
         credit,

@@ -17,7 +17,8 @@ from spangrad.trainer.learning.learner_config import require
 class AgentConfig:
     """The agent, its tasks and its reward. Functions are `path/to/file.py:name` or `package.module:name`.
 
-    An agent, tasks and a reward are needed unless a run trains on live sessions (`[production]`).
+    An agent, tasks and a reward are needed unless a run trains on live sessions (`[production]`), or on what
+    is stored (`[stored]`).
     """
 
     function: str = ""

@@ -156,6 +156,14 @@ class Feeder:
             thread.join(STOP_S)
             self._crew.stop()
 
+    @property
+    def has_others(self) -> bool:
+        """No: refills have been tried."""
+        return False
+
+    def ended(self) -> None:
+        """Never: tasks are drawn again."""
+
     def wait(self, is_asked_to_stop: Callable[[], bool]) -> bool:
         """Rollouts come by themselves: `take` waits for them."""
         return not is_asked_to_stop()

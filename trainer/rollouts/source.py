@@ -1,4 +1,4 @@
-"""Where the rollouts of a run's updates come from, as the loop sees it: made for it, or of live agents.
+"""Where rollouts of updates come from, as the loop sees it: made for it, of live agents, or of the store.
 
 while source.wait(is_asked_to_stop):
     taken = source.take()
@@ -30,7 +30,16 @@ class Taken:
 
 
 class Source(Protocol):
-    """A `Feeder`, or a `Harvest`."""
+    """A `Feeder`, a `Harvest`, or a `Deck`."""
+
+    @property
+    def has_others(self) -> bool:
+        """Whether what comes next can be learned from, if nothing of what was taken can."""
+        ...
+
+    def ended(self) -> str | None:
+        """Why there is nothing more to take; None: there is."""
+        ...
 
     def wait(self, is_asked_to_stop: Callable[[], bool]) -> bool:
         """Wait until `take` may be asked; False: somebody asked to stop before."""

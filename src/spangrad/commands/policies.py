@@ -19,8 +19,9 @@ GatewayOption = Annotated[
     str | None, typer.Option("--gateway", help="Gateway before that engine, to be told of the version.")
 ]
 _SQL = """
-SELECT run_id AS run, policy_version AS version, parent_version AS parent, status, update_index AS update,
-  reward_mean AS reward, success, decided_by, reason, metrics, decided, published, path
+SELECT run_id AS run, policy_version AS version, parent_run, parent_version AS parent, status,
+  update_index AS update, reward_mean AS reward, success, decided_by, reason, metrics, decided, published,
+  path, note, model
 FROM policy_lineage WHERE run_id = coalesce($run, run_id) ORDER BY published, run_id, policy_version
 """
 
@@ -36,8 +37,10 @@ def policies(
     A version is a candidate until it is promoted, by the run's rule
     ([promotion] in its config) or by `spangrad promote`; superseded when
     another one is promoted after it; rolled_back when it was given up. One
-    version of a run is the promoted one. With --json: also the reason and
-    all metrics of the last decision.
+    version of a run is the promoted one. The parent of a run's first version
+    is another run's, where it started from that, as stages of a recipe do.
+    With --json: also the reason and all metrics of the last decision, why a
+    run ended and the model folder that it left.
     """
     import json
 
@@ -49,6 +52,9 @@ def policies(
     if not rows:
         note(f"no published version is in {store!r}; a training run publishes one after every update")
         return
+    for row in rows:
+        if row["parent_run"] is not None:
+            row["parent"] = f"{row['parent_run']} {row['parent']}"
     columns = ("run", "version", "parent", "status", "reward", "success", "decided_by", "published", "path")
     print_rows(columns, rows, right=("version", "parent", "reward", "success"), may_be_blocks=True)
 

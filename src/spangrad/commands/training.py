@@ -19,6 +19,8 @@ from spangrad.commands.output import print_json, print_rows
 if TYPE_CHECKING:
     from spangrad.trainer.config import TrainConfig
     from spangrad.trainer.doctor import Check
+    from spangrad.trainer.loop import TrainReport
+    from spangrad.trainer.stages.recipe import Recipe
 
 SetOption = Annotated[
     list[str] | None,
@@ -32,7 +34,12 @@ SetOption = Annotated[
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="Config of the run, TOML.")], changes: SetOption = None
+    config: Annotated[Path, typer.Argument(help="Config of the run, or a recipe of several, TOML.")],
+    changes: SetOption = None,
+    stage: Annotated[
+        str | None,
+        typer.Option("--stage", help="Of a recipe: run this stage alone, and again if it has ended."),
+    ] = None,
 ) -> None:
     """Train a policy on rollouts, detached from hub, engine and agents.
 
@@ -45,21 +52,51 @@ def train(
 
     With a section [production] it makes no rollouts: it learns from sessions
     of live agents that have got a reward, and ends after the update at hand
-    on Ctrl-C or SIGTERM.
+    on Ctrl-C or SIGTERM. With a section [stored] it learns from rollouts that
+    are in the store, and needs no engine and no gateway.
+
+    A recipe has tables [[stage]]: runs that follow one another, each from the
+    weights of the one before, cloning stored rollouts first, say. A stage that
+    has ended is not run again, unless --stage names it: then it starts anew
+    from what the stage before has left.
     """
     require("`spangrad train`", "train")
+    from spangrad.errors import ConfigError
     from spangrad.trainer.config import load_config
-
-    settings = load_config(config, changes or [])
     from spangrad.trainer.evaluation import check_only_between
+    from spangrad.trainer.stages.recipe import is_recipe, load_recipe
 
+    if is_recipe(config):
+        _train_recipe(load_recipe(config, changes or []), stage)
+        return
+    if stage is not None:
+        raise ConfigError(f"--stage {stage!r} has no effect: {str(config)!r} has no [[stage]]; leave it out")
+    settings = load_config(config, changes or [])
     check_only_between(settings.eval, has_promotions=bool(settings.promotion.every))
     from spangrad.trainer.loop import train as run_training
     from spangrad.trainer.reporting.report import LiveTable
 
     with LiveTable() as table, _stopping(settings) as is_asked:
         report = run_training(settings, on_update=table.add, on_note=table.note, is_asked_to_stop=is_asked)
-    print(f"run {settings.run.id}: {report.updates} updates, policy version {report.policy_version}")
+    print(_told(settings.run.id, report))
+
+
+def _train_recipe(recipe: "Recipe", stage: str | None) -> None:
+    from spangrad.trainer.evaluation import check_only_between
+    from spangrad.trainer.reporting.report import LiveTable
+    from spangrad.trainer.stages.running import train_recipe
+
+    for one in recipe.stages:
+        check_only_between(one.config.eval, has_promotions=bool(one.config.promotion.every))
+    with LiveTable() as table, stop_on_sigterm():
+        reports = train_recipe(recipe, only=stage, on_update=table.add, on_note=table.note)
+    for done in reports:
+        print(_told(done.run_id, done.report))
+
+
+def _told(run_id: str, report: "TrainReport") -> str:
+    ended = "" if report.ended is None else f" ({report.ended})"
+    return f"run {run_id}: {report.updates} updates, policy version {report.policy_version}{ended}"
 
 
 @contextmanager
