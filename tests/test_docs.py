@@ -10,6 +10,8 @@ from spangrad.adapters.dialects.recognition import IN_ORDER
 from spangrad.adapters.exports.formats import FORMATS
 from spangrad.cli import app
 from spangrad.trainer.config import load_config
+from spangrad.trainer.evaluation import check_only_between
+from spangrad.trainer.stages.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = {".venv", ".git", "node_modules", "build", "dist", ".spangrad", ".pytest_cache", "runs"}
@@ -64,6 +66,14 @@ def test_config_of_an_example_can_be_trained(file: Path) -> None:
     assert config.serving.model
     for named in (config.agent.function, config.agent.tasks, config.agent.reward):
         assert (file.parent / named.split(":")[0]).is_file()
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("examples/*/recipe.toml")), ids=shown)
+def test_recipe_of_an_example_can_be_trained(file: Path) -> None:
+    stages = load_recipe(file).stages
+    assert stages[0].config.hub.keys == ".spangrad/keys.json" and stages[0].config.serving.model
+    for stage in stages:
+        check_only_between(stage.config.eval, has_promotions=bool(stage.config.promotion.every))
 
 
 def test_dialects_and_formats_of_exports_are_documented_in_their_order() -> None:

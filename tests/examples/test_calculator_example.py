@@ -1,10 +1,15 @@
+import os
+import subprocess
+import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from spangrad.trainer.policies.scripted_model import serve_model
-from tests.examples.loading import from_example, module_of
+from tests.command_line import listed
+from tests.examples.loading import EXAMPLES, from_example, module_of
 
 EXAMPLE = "02_calculator"
 run = from_example(EXAMPLE, "agent:run")
@@ -71,3 +76,31 @@ def test_training_problems_of_an_update_are_distinct():
     drawn = [word_problems.read_problem(task["question"]).expression for task in tasks("train", 600, 9)]
     for start in range(0, 600, 10):
         assert len(set(drawn[start : start + 100])) == len(drawn[start : start + 100])
+
+
+@pytest.mark.slow
+def test_the_first_stage_of_the_recipe_clones_what_start_has_recorded(tmp_path):
+    def python(*arguments: str | Path) -> str:
+        command = [sys.executable, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "100"})
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "40 rollouts of the expert in" in python(
+        EXAMPLES / EXAMPLE / "start.py", "--rollouts", "40", "--folder", tmp_path
+    )
+    changes = {
+        **{"hub.url": tmp_path / "store.duckdb", "hub.keys": "none", "serving.model": tmp_path / "start"},
+        **{"run.folder": tmp_path / "runs", "learner.threads": 1, "clone.run.updates": 3},
+    }
+    options = [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
+    recipe = EXAMPLES / EXAMPLE / "recipe.toml"
+    said = python("-m", "spangrad", "train", recipe, "--stage", "clone", *options)
+    assert said.endswith(
+        "run calculator-recipe.clone: 3 updates, policy version 3 (run.updates: 3 updates)\n"
+    )
+    rows = listed("policies", "--store", str(tmp_path / "store.duckdb"), "--json")
+    assert [row["model"] for row in rows] == [
+        *[None] * 3,
+        str(tmp_path / "runs" / "calculator-recipe.clone" / "model"),
+    ]

@@ -7,6 +7,7 @@ from spangrad.trainer.reporting.report import LiveTable
 METRICS = {
     "reward/mean": 0.625,
     "eval/success_greedy": 0.75,
+    "loss/total": -0.125,
     "policy/entropy": 0.5,
     "gap/mean": 1.25e-5,
     "data/trained_tokens": 5120.0,
@@ -24,6 +25,7 @@ def test_a_log_gets_one_plain_line_per_update() -> None:
         table.add(1, {})
     first, second = out.getvalue().splitlines()
     assert first.startswith("update 0: train reward 0.625, held-out greedy/sampled 0.75/-, ")
+    assert "loss -0.125, entropy 0.500, " in first
     assert "tokens trained/dropped 5120/12" in first
     assert "seconds wait/credit/update/publish/eval 12/-/4.0/-/-" in first
     assert "0.0" not in second  # what is not known is no zero
@@ -31,7 +33,7 @@ def test_a_log_gets_one_plain_line_per_update() -> None:
 
 
 def test_a_terminal_gets_a_table_that_fits() -> None:
-    for width in (80, 120):
+    for width in (80, 109, 110):
         out = io.StringIO()
         with LiveTable(Console(file=out, width=width, force_terminal=True)) as table:
             table.status("collecting")

@@ -59,6 +59,7 @@ def _seconds_in_all(metrics: Metrics) -> str:
     return f"{sum(times):.1f}" if times else "-"
 
 
+_LOSS: Final = _Column("\nloss", "loss", _value("loss/total", ".3f"))
 _COLUMNS: Final = (
     _Column("train\nreward", "train reward", _value("reward/mean", ".3f")),
     _Column(
@@ -67,6 +68,7 @@ _COLUMNS: Final = (
         _pair("eval/success_greedy", "eval/success_sampled", ".2f"),
     ),
     _Column("group\nspread", "spread in groups", _value("reward/spread", ".2f")),
+    _LOSS,
     _Column("\nentropy", "entropy", _value("policy/entropy", ".3f")),
     _Column("grad\nnorm", "grad norm", _value("grad/norm", ".2f")),
     _Column("KL to\nstart", "KL to start", _value("policy/kl_to_start", ".3f")),
@@ -79,8 +81,11 @@ _COLUMNS: Final = (
     ),
     _Column("seconds: wait/\ncredit/upd/publ/eval", f"seconds {'/'.join(_PHASES)}", _seconds),
 )
-_NARROW_COLUMNS: Final = (*_COLUMNS[:-1], _Column("\nsecs", "seconds", _seconds_in_all))
-_FULL_WIDTH: Final = 100
+_NARROW_COLUMNS: Final = (
+    *(column for column in _COLUMNS[:-1] if column is not _LOSS),
+    _Column("\nsecs", "seconds", _seconds_in_all),
+)
+_FULL_WIDTH: Final = 110
 
 
 class LiveTable:

@@ -128,7 +128,7 @@ def main(file: str, point: str, count: str) -> None:
         put(store, policy)
         at(f"behind a {what}")
 
-    FileStore.commit_update, FileStore.put_policy = commit_update, put_policy  # type: ignore[method-assign]
+    FileStore.commit_update, FileStore.put_policy = commit_update, put_policy  # type: ignore[method-assign, assignment]
     play_recipe(Path(file))
 
 
