@@ -171,8 +171,8 @@ REFUSED: dict[str, tuple[tuple[tuple[tuple[str, ...], str], ...], tuple[str, ...
     ),
 }
 """Option -> commands that refuse it, and what is said."""
-ELSEWHERE = {"--store", "--key", "--force", "--help", "--format"}
-"""Where it is, who may read it, and what may be overwritten: in the tests of each command."""
+ELSEWHERE = {"--store", "--key", "--force", "--help", "--format", "--workers"}
+"""Where it is, who may read it, what may be overwritten, how many read it: in the tests of each command."""
 
 
 def test_every_option_is_walked() -> None:

@@ -161,8 +161,8 @@ class ClusterConfig:
         _refuse_lone("learner.placement", self.learner.placement, learners, "learner.workers")
         if not makes_rollouts and self.workers != WorkersPlace():
             raise ConfigError(
-                "cluster.workers has no effect with [production] and [stored], where the run makes no rollouts;"
-                " leave one out"
+                "cluster.workers has no effect with [production] and [stored], where the run makes no"
+                " rollouts; leave one out"
             )
         if self.engines is not None and not asks_engines:
             raise ConfigError(

@@ -29,6 +29,8 @@ PRODUCTION = (
     "rollout.max_staleness=4",
 )
 
+STORED = ("stored={}", "agent={}", "learner.objective=bc", "credit={}")
+
 
 def config_of(tmp_path: Path, *changes: str) -> TrainConfig:
     (tmp_path / "run.toml").write_text(FILE)
@@ -62,6 +64,8 @@ def test_an_address_is_of_a_cluster(tmp_path: Path, address: str) -> None:
         ([JOINED, "cluster.workers.placement=spread"], "no effect with agent.workers 1"),
         ([JOINED, "agent.workers=2", "cluster.workers.placement=spread"], "need nothing of a node"),
         ([JOINED, *PRODUCTION, "cluster.workers.cpus=1"], "cluster.workers has no effect with [production]"),
+        ([*STORED, "cluster.engines={}"], "cluster.engines has no effect with [stored]"),
+        ([*STORED, JOINED, "cluster.workers.cpus=1"], "cluster.workers has no effect with [production] and"),
         (["cluster.engines.count=0"], "cluster.engines.count is 0, expected 1 or more"),
         (["cluster.engines.gpus=-1"], "cluster.engines.gpus is -1, expected 0 or more"),
         (["cluster.engines.cpus=0"], "cluster.engines.cpus is 0, expected 1 or more"),

@@ -295,6 +295,7 @@ OUT_OF_RANGE = [
     ),
     *((MonitorConfig, name, 0.0, "more than 0, or none") for name in ("gradient", "gap", "drift")),
     *((MonitorConfig, name, 1.0, "more than 1, or none") for name in ("entropy_rise", "steps")),
+    (MonitorConfig, "max_rollbacks", 0, "1 or more"),
     (MonitorConfig, "min_history", 3, "4 or more"),
     (MonitorConfig, "window", 7, "min_history, 8, or more"),
     *(

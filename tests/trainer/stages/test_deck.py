@@ -13,6 +13,7 @@ from spangrad.errors import ConfigError, StoreError
 from spangrad.store.file_store import FileStore
 from spangrad.store.records import Update
 from spangrad.trainer.config import TrainConfig, build_run
+from spangrad.trainer.rollouts.source import Taken
 from spangrad.trainer.stages.deck import DEALT, Deck, choose
 
 GROUPS = [((1.0, (3, 9)), (0.0, (3, 8)))] * 5
@@ -75,7 +76,12 @@ def test_every_group_is_dealt_once_a_pass_and_each_pass_has_its_order(store, tmp
         )
     assert orders[0] != orders[1]
     assert deck.ended() == "stored.passes: 2 over 5 groups of stored rollouts"
-    assert deck.meanwhile(Taken([])) == {DEALT: 10, "stored/groups": 5, "stored/rollouts": 10, "stored/passes": 2}
+    assert deck.meanwhile(Taken([])) == {
+        DEALT: 10,
+        "stored/groups": 5,
+        "stored/rollouts": 10,
+        "stored/passes": 2,
+    }
 
 
 def test_a_restart_goes_on_behind_the_last_update_with_the_same_groups(store, tmp_path):
