@@ -15,6 +15,7 @@ Shape letters: N rollouts with a reward, S their steps.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 
 from spangrad.credit.batch import group_of
 from spangrad.credit.branches import check_branches
@@ -173,8 +174,8 @@ def _check(trajectories: Sequence[Trajectory]) -> None:
             )
         rewards = [trajectory.reward, *(step.reward for step in trajectory.steps)]
         for reward in rewards:
-            if reward is not None and not abs(reward) <= LARGEST:
+            if reward is not None and not (isinstance(reward, Real) and abs(reward) <= LARGEST):
                 raise CreditError(
-                    f"rollout {trajectory.rollout_id!r} has reward {reward!r}; expected a finite one of size"
-                    f" {LARGEST:g} at most, or none"
+                    f"rollout {trajectory.rollout_id!r} has reward {reward!r}; expected a finite number of"
+                    f" size {LARGEST:g} at most, or none"
                 )

@@ -161,6 +161,6 @@ def _toml(value: Any) -> str:
         str(value).lower()
         if isinstance(value, bool)
         else f"{value:g}"
-        if isinstance(value, float)
+        if isinstance(value, float) and float(f"{value:g}") == value
         else str(value)
     )

@@ -11,6 +11,7 @@ class Step:
 
     call_id: str
     step_index: int
+    """Its place in the rollout, for people: what counts is the order of `Trajectory.steps`."""
     anchor: str | None = None
     """Hash of the state that the policy saw; equal anchors in a group are the same state. None: not known."""
     reward: float | None = None

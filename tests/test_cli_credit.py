@@ -195,6 +195,11 @@ def test_a_reward_that_is_asked_for_counts_also_where_it_is_the_usual_one(
     assert credit.weights == weights
 
 
+def test_an_estimator_that_is_named_twice_is_compared_once_and_said(store: str) -> None:
+    done = run("--store", store, "-e", "grpo,gigpo:gamma=0.50,rloo,gigpo:gamma=0.5")
+    assert "--estimators has 'gigpo:gamma=0.5' twice; it is compared once" in done.stderr
+
+
 def test_filters_choose_whole_groups(store: str) -> None:
     (found,) = listed("credit", "compare", "--store", store, "--rollout", "mixed-0", "--json")
     assert [(one["group"], one["rollouts"]) for one in found["groups"]] == [("mixed", 4)]

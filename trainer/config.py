@@ -249,7 +249,11 @@ class TrainConfig:
             names_engines=self.serving.engines != ServingConfig().engines,
         )
         check_effects(
-            self.learner, self.credit, self.preference, is_weighed=is_weighed, group_size=group_size
+            self.learner,
+            self.credit,
+            self.preference,
+            is_weighed=is_weighed,
+            group_size=None if self.stored is not None else group_size,
         )
         check_monitors(
             self.monitor,

@@ -67,7 +67,7 @@ def check_effects(
     preference: PreferenceConfig,
     *,
     is_weighed: bool,
-    group_size: int,
+    group_size: int | None,
 ) -> None:
     """Refuse settings of a run that its objective does not use, or that do not go together.
 
@@ -76,7 +76,7 @@ def check_effects(
         credit: Estimators; its `reward_weights` say what a return is, for every objective.
         preference: See there.
         is_weighed: Whether somebody chose how rollouts and tokens are weighed.
-        group_size: Rollouts of each task.
+        group_size: Rollouts of each task; None: as many as there are.
 
     Raises:
         ConfigError: One was changed, or groups of one say nothing.
@@ -98,6 +98,7 @@ def check_effects(
             f" {credit.step!r}, which ask no critic; leave it out (--set learner.critic=none), or choose"
             " what uses it"
         )
+    _check_most(learner.objective, preference, group_size)
     objective = OBJECTIVES[learner.objective]
     used = _MAKES[learner.objective][1] if learner.objective in _MAKES else ()
     changed = [
@@ -127,7 +128,20 @@ def check_effects(
         )
 
 
-def _check_comparisons(learner: LearnerConfig, credit: CreditConfig, group_size: int) -> None:
+def _check_most(objective: str, preference: PreferenceConfig, group_size: int | None) -> None:
+    if group_size is None or objective not in _MAKES:
+        return
+    pairs = group_size * (group_size - 1) // 2
+    for name, most, what in (("pairs_per_group", pairs, "pairs"), ("per_group", group_size, "rollouts")):
+        value = getattr(preference, name)
+        if name in _MAKES[objective][1] and value >= most > 0:
+            raise ConfigError(
+                f"preference.{name} = {value} has no effect: a group of {group_size}, rollout.group_size, has"
+                f" {most} {what}; choose less, or leave it out"
+            )
+
+
+def _check_comparisons(learner: LearnerConfig, credit: CreditConfig, group_size: int | None) -> None:
     if group_size == 1:
         check_lone(
             learner.objective,

@@ -144,12 +144,14 @@ def test_a_rollout_that_occurs_twice_is_an_error():
 def test_a_reward_that_is_not_finite_is_an_error_that_names_the_rollout():
     with pytest.raises(CreditError, match="'a' has reward nan"):
         assign([trajectory("a", float("nan"))], CreditConfig())
+    with pytest.raises(CreditError, match="'a' has reward '1'; expected a finite number"):
+        assign([trajectory("a", "1")], CreditConfig())
 
 
 @pytest.mark.parametrize("episode", ["grpo", "best_of_group", "running_baseline"])
 def test_a_reward_that_is_too_large_to_be_squared_is_an_error_that_names_the_rollout(episode):
     config = CreditConfig(episode=episode)
-    with pytest.raises(CreditError, match=r"'b' has reward -1e\+308; expected a finite one of size 1e\+100"):
+    with pytest.raises(CreditError, match=r"'b' has reward -1e\+308; expected a finite number of size"):
         assign([trajectory("a", 1.0), trajectory("b", -1e308)], config)
     with pytest.raises(CreditError, match=r"'b' has reward 1\.1e\+100"):
         assign([trajectory("a", 1.0), trajectory("b", 0.0, rewards=[1.1e100, None])], config)

@@ -89,3 +89,9 @@ def test_what_a_config_says_around_its_terms_is_kept_where_it_goes_together_with
     assert parsed("turn_credit", base) == CreditConfig("none", "turn_credit", scores="reward:p", **plain)
     with pytest.raises(ConfigError, match=r"estimator 'grpo\+turn_credit': step 'turn_credit' needs scores"):
         parsed("grpo+turn_credit")
+
+
+@pytest.mark.parametrize("gamma", [0.5, 0.12345678, 0.1 + 0.2])
+def test_numbers_that_differ_in_their_last_digit_are_spelled_differently(gamma: float) -> None:
+    config = CreditConfig(step="gigpo", gamma=gamma)
+    assert parsed(spelled(config)).gamma == gamma

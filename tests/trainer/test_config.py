@@ -359,6 +359,18 @@ def test_a_setting_that_the_objective_does_not_use_is_refused(tmp_path, lines, n
         load_config(write(tmp_path, MINIMAL), lines.replace(" = ", "=").replace("'", '"').split("\n"))
 
 
+@pytest.mark.parametrize(
+    ("objective", "setting", "size", "most"),
+    [("dpo", "pairs_per_group", 2, 1), ("dpo", "pairs_per_group", 8, 28), ("bc", "per_group", 1, 1)],
+)
+def test_as_many_as_a_group_has_is_no_limit(tmp_path, objective, setting, size, most):
+    file = write(tmp_path, MINIMAL)
+    changes = [f"learner.objective={objective}", f"rollout.group_size={size}"]
+    with pytest.raises(ConfigError, match=rf"{setting} = {most} has no effect: a group of {size}"):
+        load_config(file, [*changes, f"preference.{setting}={most}"])
+    load_config(file, [*changes, f"preference.{setting}={most - 1}"])
+
+
 @pytest.mark.parametrize("objective", ["bc", "dpo", "kto"])
 @pytest.mark.parametrize("weights", ["", 'reward_weights = {"all tests" = 0.5}\n'])
 def test_the_refusal_says_how_a_section_gets_its_defaults_back(tmp_path, objective, weights):

@@ -198,10 +198,13 @@ def _configs(
                 " none of its own are compared; `spangrad transitions --config` shows what it trains"
             )
         base = {one.name: getattr(settings.credit, one.name) for one in fields(CreditConfig)}
-    for text in re.split(r"[,\s]+", estimators.strip().strip(",")):
-        if text:
-            one = parsed(text, base)
-            found[spelled(one)] = one
+    typed: dict[str, CreditConfig] = {}
+    for text in filter(None, re.split(r"[,\s]+", estimators.strip().strip(","))):
+        one = parsed(text, base)
+        if spelled(one) in typed:
+            note(f"--estimators has {spelled(one)!r} twice; it is compared once")
+        typed[spelled(one)] = one
+    found |= typed
     if reward is not None:
         found = {name: replace(one, reward_weights={reward: 1.0}) for name, one in found.items()}
     if not found:
