@@ -37,8 +37,9 @@ class Combination:
 
     @property
     def credit(self) -> str:
-        """`grpo + gigpo`."""
-        return " + ".join(term for term in (self.episode, self.step) if term != "none")
+        """`grpo + gigpo`, `gigpo:gamma=1`."""
+        terms = " + ".join(term for term in (self.episode, self.step) if term != "none")
+        return f"{terms}:gamma=1" if self.has_steps and "credit.gamma=1" in self.changes else terms
 
 
 def _combination(episode: str, step: str, objective: str, **settings: str) -> Combination:
