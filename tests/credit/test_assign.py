@@ -4,7 +4,7 @@ import random
 import re
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -145,7 +145,7 @@ def test_a_reward_that_is_not_finite_is_an_error_that_names_the_rollout():
     with pytest.raises(CreditError, match="'a' has reward nan"):
         assign([trajectory("a", float("nan"))], CreditConfig())
     with pytest.raises(CreditError, match="'a' has reward '1'; expected a finite number"):
-        assign([trajectory("a", "1")], CreditConfig())
+        assign([trajectory("a", cast(float, "1"))], CreditConfig())
 
 
 @pytest.mark.parametrize("episode", ["grpo", "best_of_group", "running_baseline"])

@@ -37,6 +37,8 @@ from tests.bench.exact.mdps import END, Mdp, Sampled, sample, true_gradient, val
 
 SIZE = 4
 """Rollouts of a group."""
+SCORES = "reward:expected"
+"""Where configs that count scores are told that they come from: `draw` gives them."""
 BIASED = 4.0
 """z from which a difference is called a bias: chance gives it once in 30,000."""
 
@@ -151,7 +153,10 @@ def _to_go(rewards_RT: Floats) -> Floats:
 
 
 def draw(mdp: Mdp, groups: int, seed: int) -> Data:
-    """Sample groups; what the last step of a rollout earns is its outcome, and a critic knows V exactly."""
+    """Sample groups; what the last step of a rollout earns is its outcome, and a critic knows V exactly.
+
+    Scores are what was earned so far and, by V, is to be expected, in the end the return.
+    """
     sampled = sample(mdp, groups, SIZE, np.random.default_rng(seed))
     rollout_index_S, step_index_S = np.nonzero(sampled.states_RT != END)
     is_last_S = np.r_[rollout_index_S[1:] != rollout_index_S[:-1], True]
@@ -173,6 +178,12 @@ def draw(mdp: Mdp, groups: int, seed: int) -> Data:
     baselines = running_baselines(sampled.rewards_RT.sum(axis=1), sampled.states_RT[:, 0])
     expected = [None if np.isnan(baseline) else float(baseline) for baseline in baselines]
     ahead_TX = np.array(values(mdp))
+    earned_RT = np.pad(sampled.rewards_RT.cumsum(axis=1), ((0, 0), (1, 0)))
+    states_RT = sampled.states_RT
+    critic = [
+        [*ahead_TX[np.arange(len(own)), states_RT[n, : len(own)]].tolist(), 0.0]
+        for n, own in enumerate(steps)
+    ]
     trajectories = [
         Trajectory(
             rollout_id=str(n),
@@ -181,7 +192,8 @@ def draw(mdp: Mdp, groups: int, seed: int) -> Data:
             steps=own,
             components={DEFAULT_REWARD: float(outcomes[n])} if is_outcome else {},
             baseline=expected[n],
-            values=[*ahead_TX[np.arange(len(own)), sampled.states_RT[n, : len(own)]].tolist(), 0.0],
+            values=critic[n],
+            scores=(earned_RT[n, : len(own) + 1] + critic[n]).tolist(),
         )
         for n, own in enumerate(steps)
     ]
@@ -192,7 +204,7 @@ def draw(mdp: Mdp, groups: int, seed: int) -> Data:
 def composable() -> dict[str, CreditConfig]:
     """Every pair of terms that `CreditConfig` takes, with and without division, undiscounted.
 
-    Terms alone also shrunk by evidence, and `gae` also where it trusts returns alone.
+    Terms alone also shrunk by evidence, `gae` also where it trusts returns alone, and what counts scores.
     """
     found: dict[str, CreditConfig] = {}
     for episode, step in product((NONE, *EPISODES), (NONE, *STEPS)):
@@ -210,12 +222,15 @@ def composable() -> dict[str, CreditConfig]:
         if "gae_lambda" in config.settings_used() and episode == NONE:
             variants.append(replace(config, gae_lambda=1.0))
         found |= {name_of(variant): variant for variant in variants}
-    return found
+    by_turn = CreditConfig(episode=NONE, step="turn_credit", gamma=1.0, scores=SCORES)
+    to_go = replace(by_turn, step="leave_one_out_to_go", shaping="potential")
+    variants = [by_turn, replace(by_turn, gamma=0.0), to_go, replace(to_go, shaping="score_gain")]
+    return found | {name_of(variant): variant for variant in variants}
 
 
 def name_of(config: CreditConfig) -> str:
-    """Its spelling, but for gamma, which is 1 in all."""
-    return spelled(config).replace(":gamma=1", "")
+    """Its spelling, but for gamma, which is 1 in all, and where scores come from."""
+    return spelled(config).replace(":gamma=1", "").replace(f":scores={SCORES}", "")
 
 
 def is_single(config: CreditConfig) -> bool:

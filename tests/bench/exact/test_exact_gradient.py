@@ -1,5 +1,6 @@
 """The exact gradients are right, estimators keep what the page says of them, and the page is of today's."""
 
+import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,17 @@ from tests.bench.exact.mdps import (
     true_gradient,
     two_turns,
 )
-from tests.bench.exact.measure import Held, assigned, composable, composed, draw, hold, measure
-from tests.bench.exact.page import named_in, pairs, singles, unfit_in
+from tests.bench.exact.measure import (
+    Held,
+    assigned,
+    composable,
+    composed,
+    draw,
+    functions,
+    hold,
+    measure,
+)
+from tests.bench.exact.page import named_in, pairs, singles, tables, unfit_in
 
 CREDIT = Path(__file__).resolve().parents[3] / "credit"
 GROUPS = 600
@@ -30,6 +40,7 @@ GIGPO = "gigpo:scale_by_std=false"
 OURS = ("rloo", "leave_one_out_to_go", GIGPO)
 VALUED = ("value_baseline", "gae:gae_lambda=1", "gae")
 """With the exact values as critic, from the noisiest."""
+SCORED = ("turn_credit", "turn_credit:gamma=0", "leave_one_out_to_go:shaping=potential")
 INDEXED = "per_turn_index"
 
 
@@ -82,11 +93,11 @@ def test_z_is_standard_where_nothing_is_biased() -> None:
 
 @pytest.fixture(scope="module")
 def held() -> dict[str, dict[str, Held | None]]:
-    problems = [make() for make in (stop_or_continue, risky_stop, chain, two_turns, bandit)]
-    return {mdp.name: measure(mdp, GROUPS, 0, (*OURS, *VALUED, INDEXED)) for mdp in problems}
+    names = (*OURS, *VALUED, *SCORED, INDEXED)
+    return {mdp.name: measure(mdp, GROUPS, 0, names) for mdp in (make() for make in MDPS)}
 
 
-@pytest.mark.parametrize("problem", ["stop", "risky stop", "chain"])
+@pytest.mark.parametrize("problem", ["stop", "risky stop", "chain", "grid", "lake"])
 def test_normalising_per_turn_index_is_biased_where_an_action_ends_a_rollout(held, problem: str) -> None:
     assert held[problem][INDEXED].is_biased
 
@@ -96,8 +107,8 @@ def test_normalising_per_turn_index_is_not_biased_with_a_fixed_number_of_turns(h
     assert not held[problem][INDEXED].is_biased
 
 
-@pytest.mark.parametrize("problem", ["stop", "risky stop", "chain", "two turns", "bandit"])
-@pytest.mark.parametrize("name", ["rloo", "leave_one_out_to_go", *VALUED])
+@pytest.mark.parametrize("problem", [make().name for make in MDPS])
+@pytest.mark.parametrize("name", ["rloo", "leave_one_out_to_go", *VALUED, SCORED[1]])
 def test_leaving_one_out_and_values_of_states_are_exact(held, problem: str, name: str) -> None:
     assert held[problem][name].is_exact
 
@@ -111,6 +122,17 @@ def test_gigpo_is_not_biased_where_all_rollouts_pass_the_same_states(held, probl
 def test_a_critic_that_knows_each_state_is_less_noisy_the_more_it_is_trusted(held, problem: str) -> None:
     noises = [held[problem][name].noise for name in VALUED]
     assert noises == sorted(noises, reverse=True) and noises[0] < held[problem]["rloo"].noise
+
+
+@pytest.mark.parametrize("problem", ["stop", "risky stop", "chain", "two turns", "bandit"])
+def test_a_potential_leaves_the_gradient_where_few_groups_have_equal_rewards(held, problem: str) -> None:
+    assert held[problem][SCORED[2]].is_exact
+
+
+@pytest.mark.parametrize("problem", ["chain", "two turns", "grid", "lake"])
+def test_changes_of_scores_that_are_spread_over_earlier_steps_tilt(held, problem: str) -> None:
+    spread, own = held[problem]["turn_credit"], held[problem]["turn_credit:gamma=0"]
+    assert spread.is_biased and own.noise < held[problem]["value_baseline"].noise
 
 
 def test_a_critic_that_is_wrong_biases_what_trusts_it_alone() -> None:
@@ -137,6 +159,32 @@ def test_terms_add_up_as_assign_composes_them() -> None:
     assert len(whole) > 40
     for name, found in whole.items():
         np.testing.assert_allclose(composed(whole, configs[name]), found, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("make", [bandit, two_turns, stop_or_continue, risky_stop])
+def test_cells_of_the_page_are_what_is_measured(make) -> None:
+    page, mdp = (CREDIT / "EXACT.md").read_text(), make()
+    names = (*OURS, "grpo", "maxrl", *SCORED)
+    (told,) = re.findall(r"^Groups of \d+ rollouts, ([\d,]+) of", page, flags=re.MULTILINE)
+    groups = int(told.replace(",", ""))
+    found = measure(mdp, groups, 0, names)
+    fresh = tables(
+        [mdp], {mdp.name: {**dict.fromkeys([*composable(), *functions()]), **found}}, groups=groups
+    )
+    for part in ("bias", "noise"):
+        written = cells_in(page, part)
+        for name, cell in cells_in(f"<!-- {part}: begin -->\n{fresh[part]}\n<!-- {part}: end", part).items():
+            if name[0] in names:
+                assert written[name] == cell, f"{part} of {name}; run `make exact`"
+
+
+def cells_in(page: str, part: str) -> dict[tuple[str, str], str]:
+    """(estimator, problem) -> cell."""
+    table = page.split(f"<!-- {part}: begin")[1].split(f"<!-- {part}: end")[0]
+    head, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
+    return {
+        (row[0].strip("`"), name): cell for row in rows for name, cell in zip(head[1:], row[1:], strict=True)
+    }
 
 
 def test_page_and_picture_are_of_the_estimators_that_there_are() -> None:
