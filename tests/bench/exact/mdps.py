@@ -7,7 +7,7 @@ Shape letters: X states, A actions, K outcomes of an action, R rollouts, T times
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -32,6 +32,8 @@ class Mdp:
     starts: Sequence[int] = (0,)
     """One task each, drawn evenly; all rollouts of a group are of one."""
     horizon: int = 8
+    branches: int = 1
+    """Of two steps: so many second ones go on from each first one."""
 
     @property
     def policy_XA(self) -> Floats:
@@ -104,6 +106,13 @@ def sample(mdp: Mdp, groups: int, size: int, rng: np.random.Generator) -> Sample
         rewards_RT[goes, t] = mdp.reward_XAK[here, action, outcome]
         state_R[goes] = mdp.next_XAK[here, action, outcome]
     return Sampled(states_RT, actions_RT, rewards_RT)
+
+
+def sample_second(mdp: Mdp, states_R: Ints, rng: np.random.Generator) -> tuple[Ints, Floats]:
+    """A last action in each of these states, and what it earns."""
+    actions_R = _drawn(mdp.policy_XA.cumsum(axis=1)[states_R], rng)
+    outcomes_R = _drawn(mdp.chance_XAK.cumsum(axis=2)[states_R, actions_R], rng)
+    return actions_R, np.asarray(mdp.reward_XAK[states_R, actions_R, outcomes_R])
 
 
 def _drawn(cumulated: Floats, rng: np.random.Generator) -> Ints:
@@ -224,4 +233,10 @@ def risky_stop() -> Mdp:
     return _mdp("risky stop", what, outcomes, np.zeros((2, 2)), horizon=2)
 
 
-MDPS = (bandit, chain, two_turns, grid, lake, stop_or_continue, risky_stop)
+def branched() -> Mdp:
+    """Two turns, with two answers to each search."""
+    what = "two turns; half as many first steps, two answers to each: for what needs branches"
+    return replace(two_turns(), name="branched", what=what, branches=2)
+
+
+MDPS = (bandit, chain, two_turns, grid, lake, stop_or_continue, risky_stop, branched)

@@ -33,7 +33,7 @@ from spangrad.credit.turns import mt_grpo, per_turn_index
 from spangrad.credit.types import Step, Trajectory
 from spangrad.errors import ConfigError, CreditError
 from spangrad.store.records import DEFAULT_REWARD
-from tests.bench.exact.mdps import END, Mdp, Sampled, sample, true_gradient, values
+from tests.bench.exact.mdps import END, Mdp, Sampled, sample, sample_second, true_gradient, values
 
 SIZE = 4
 """Rollouts of a group."""
@@ -146,6 +146,30 @@ class Data:
         # grad log pi(a | x) = 1[a] - pi(x)
         scores_MXA = weights_MXA - weights_MXA.sum(axis=2, keepdims=True) * self.mdp.policy_XA
         return np.asarray(scores_MXA.reshape(groups, -1) / SIZE)
+
+
+def draw_branched(mdp: Mdp, groups: int, seed: int) -> Data:
+    """Sample groups of two-step rollouts of which `mdp.branches` share their first step.
+
+    The first of them has the step, the others go on from it: it is trained once.
+    """
+    count, each = groups * SIZE, mdp.branches
+    sampled = sample(mdp, groups, SIZE, np.random.default_rng(seed))
+    trunk_R = np.arange(count) // each * each
+    states_RT, actions_RT, rewards_RT = sampled.states_RT, sampled.actions_RT, sampled.rewards_RT
+    again = sample_second(mdp, states_RT[trunk_R, 1], np.random.default_rng((seed, 1)))
+    states_RT[:, 1] = states_RT[trunk_R, 1]
+    actions_RT[:, 1], rewards_RT[:, 1] = again
+    is_own_RT = np.ones((count, 2), dtype=np.bool_)
+    is_own_RT[:, 0] = trunk_R == np.arange(count)
+    rollout_index_S, step_index_S = np.nonzero(is_own_RT)
+    trajectories = []
+    for n in range(count):
+        first = Step(f"{n}-0", 0, reward=float(rewards_RT[n, 0]), tokens=1)
+        parent = None if is_own_RT[n, 0] else f"{trunk_R[n]}-0"
+        steps = [*([first] if parent is None else []), Step(f"{n}-1", 1, tokens=1, parent=parent)]
+        trajectories.append(Trajectory(str(n), str(n // SIZE), float(rewards_RT[n, 1]), steps))
+    return Data(mdp, sampled, trajectories, rollout_index_S, step_index_S, np.arange(count) // SIZE)
 
 
 def _to_go(rewards_RT: Floats) -> Floats:
@@ -297,9 +321,15 @@ def functions() -> dict[str, Callable[[Data], Floats]]:
 
 def measure(mdp: Mdp, groups: int, seed: int, names: Collection[str] | None = None) -> dict[str, Held | None]:
     """Every estimator (or those named) on one problem; None: it is not for such rollouts."""
-    data = draw(mdp, groups, seed)
+    data = draw(mdp, groups, seed) if mdp.branches == 1 else draw_branched(mdp, groups, seed)
     truth_D = true_gradient(mdp).reshape(-1)
     configs = {name: config for name, config in composable().items() if names is None or name in names}
+    if mdp.branches > 1:  # what compares whole rollouts does not know that they share a step
+        fit = {name for name, config in configs.items() if is_single(config) and config.needs_branches}
+        held: dict[str, Held | None] = dict.fromkeys([*(configs.keys() - fit), *functions()])
+        configs = {name: config for name, config in configs.items() if name not in held}
+    else:
+        held = {}
     singles: dict[str, Floats] = {}
     for name, config in configs.items():
         if is_single(config):
@@ -307,12 +337,11 @@ def measure(mdp: Mdp, groups: int, seed: int, names: Collection[str] | None = No
                 estimates_MD = data.estimates(assigned(data, config))
                 if np.isfinite(estimates_MD).all():  # elsewhere a part of the reward is missing
                     singles[name] = estimates_MD
-    held: dict[str, Held | None] = {}
     for name, config in configs.items():
         terms = terms_of(config)
         held[name] = hold(composed(singles, config), truth_D) if singles.keys() >= set(terms) else None
     for name, function in functions().items():
-        if names is None or name in names:
+        if name not in held and (names is None or name in names):
             try:
                 held[name] = hold(data.estimates(function(data)), truth_D)
             except CreditError:

@@ -35,14 +35,15 @@ def named_in(page: str, part: str) -> list[str]:
 
 
 def unfit_in(page: str) -> list[str]:
-    """Those with nothing in their row of the table of bias."""
-    return re.findall(r"^\| `([^`]+)`(?: \| -)+ \|$", page, flags=re.MULTILINE)
+    """Those with nothing in their row of the table of bias, but for the last problem, the branched one."""
+    return re.findall(r"^\| `([^`]+)`(?: \| -)+ \| [^|]+ \|$", page, flags=re.MULTILINE)
 
 
 def tables(problems: Sequence[Mdp], results: Results, *, groups: int) -> dict[str, str]:
     """What stands between the markers of the page, by their names."""
     told = [f"| {mdp.name} | {mdp.what} | {expected_return(mdp):.3f} | {mdp.horizon} |" for mdp in problems]
     bias = _table(problems, results, singles(), _bias)
+    plain = [mdp for mdp in problems if mdp.branches == 1]
     with_gradient = [mdp for mdp in problems if _has_gradient(results[mdp.name])]
     return {
         "setup": f"Groups of {SIZE} rollouts, {groups:,} of each problem.",
@@ -51,7 +52,7 @@ def tables(problems: Sequence[Mdp], results: Results, *, groups: int) -> dict[st
         ),
         "bias": bias,
         "noise": _table(with_gradient, results, singles(), _noise),
-        "pairs": _table(problems, results, pairs(unfit_in(bias)), _bias),
+        "pairs": _table(plain, results, pairs(unfit_in(bias)), _bias),
     }
 
 
@@ -122,7 +123,7 @@ def _legend() -> list[str]:
         parts.append(f'<rect x="{x}" y="10" width="12" height="12" rx="2" fill="{_COLORS[kind]}"/>')
         parts.append(_text(x + 17, 20, text))
         x += 34 + 7.0 * len(text)
-    parts.append(_text(x + 10, 20, "length: noise of one group; of the last two, gradient 0: bias"))
+    parts.append(_text(x + 10, 20, "length: noise of one group; of stop and risky stop, gradient 0: bias"))
     return parts
 
 

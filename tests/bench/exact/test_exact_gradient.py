@@ -14,6 +14,7 @@ from tests.bench.exact.mdps import (
     MDPS,
     Mdp,
     bandit,
+    branched,
     chain,
     expected_return,
     risky_stop,
@@ -28,6 +29,7 @@ from tests.bench.exact.measure import (
     composable,
     composed,
     draw,
+    draw_branched,
     functions,
     hold,
     measure,
@@ -42,6 +44,8 @@ VALUED = ("value_baseline", "gae:gae_lambda=1", "gae")
 """With the exact values as critic, from the noisiest."""
 SCORED = ("turn_credit", "turn_credit:gamma=0", "leave_one_out_to_go:shaping=potential")
 INDEXED = "per_turn_index"
+TREES = ("tree_grpo", "tree_edges", "treerl")
+PLAIN = [mdp for mdp in (make() for make in MDPS) if mdp.branches == 1]
 
 
 @pytest.mark.parametrize("make", MDPS)
@@ -94,7 +98,8 @@ def test_z_is_standard_where_nothing_is_biased() -> None:
 @pytest.fixture(scope="module")
 def held() -> dict[str, dict[str, Held | None]]:
     names = (*OURS, *VALUED, *SCORED, INDEXED)
-    return {mdp.name: measure(mdp, GROUPS, 0, names) for mdp in (make() for make in MDPS)}
+    found = {mdp.name: measure(mdp, GROUPS, 0, names) for mdp in PLAIN}
+    return found | {"branched": measure(branched(), 4 * GROUPS, 0, TREES)}
 
 
 @pytest.mark.parametrize("problem", ["stop", "risky stop", "chain", "grid", "lake"])
@@ -107,7 +112,7 @@ def test_normalising_per_turn_index_is_not_biased_with_a_fixed_number_of_turns(h
     assert not held[problem][INDEXED].is_biased
 
 
-@pytest.mark.parametrize("problem", [make().name for make in MDPS])
+@pytest.mark.parametrize("problem", [mdp.name for mdp in PLAIN])
 @pytest.mark.parametrize("name", ["rloo", "leave_one_out_to_go", *VALUED, SCORED[1]])
 def test_leaving_one_out_and_values_of_states_are_exact(held, problem: str, name: str) -> None:
     assert held[problem][name].is_exact
@@ -133,6 +138,18 @@ def test_a_potential_leaves_the_gradient_where_few_groups_have_equal_rewards(hel
 def test_changes_of_scores_that_are_spread_over_earlier_steps_tilt(held, problem: str) -> None:
     spread, own = held[problem]["turn_credit"], held[problem]["turn_credit:gamma=0"]
     assert spread.is_biased and own.noise < held[problem]["value_baseline"].noise
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_shared_step_that_is_trained_once_weighs_too_little(held, name: str) -> None:
+    assert held["branched"][name].is_biased
+
+
+def test_differences_of_node_values_are_right_where_a_step_weighs_as_its_leaves() -> None:
+    data = draw_branched(branched(), 4 * GROUPS, seed=0)
+    advantages_S = assigned(data, composable()["tree_edges"])
+    leaves_S = np.where(data.step_index_S == 0, data.mdp.branches, 1)
+    assert not hold(data.estimates(advantages_S * leaves_S), true_gradient(data.mdp).reshape(-1)).is_biased
 
 
 def test_a_critic_that_is_wrong_biases_what_trusts_it_alone() -> None:
@@ -161,10 +178,10 @@ def test_terms_add_up_as_assign_composes_them() -> None:
         np.testing.assert_allclose(composed(whole, configs[name]), found, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("make", [bandit, two_turns, stop_or_continue, risky_stop])
+@pytest.mark.parametrize("make", [bandit, two_turns, stop_or_continue, risky_stop, branched])
 def test_cells_of_the_page_are_what_is_measured(make) -> None:
     page, mdp = (CREDIT / "EXACT.md").read_text(), make()
-    names = (*OURS, "grpo", "maxrl", *SCORED)
+    names = (*OURS, "grpo", "maxrl", *SCORED, *TREES)
     (told,) = re.findall(r"^Groups of \d+ rollouts, ([\d,]+) of", page, flags=re.MULTILINE)
     groups = int(told.replace(",", ""))
     found = measure(mdp, groups, 0, names)
