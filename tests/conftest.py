@@ -1,5 +1,6 @@
 """What several folders of tests share: one real vLLM server for all that only need some policy."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,10 @@ from spangrad.trainer.serving.engine import Engine, EngineConfig
 # How long an example takes says how busy the machine is, nothing about the code.
 settings.register_profile("spangrad", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("spangrad")
+
+# A shell starts what runs in its background without Ctrl-C, and children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

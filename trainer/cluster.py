@@ -75,6 +75,7 @@ def start_ray(learner_workers: int = 1, cluster: ClusterConfig | None = None) ->
 
 def _join(address: str, quiet: dict[str, Any]) -> None:
     has_token = any(name in os.environ for name in _TOKEN) or Path("~/.ray/auth_token").expanduser().is_file()
+    mode_before = os.environ.get("RAY_AUTH_MODE")
     if has_token:  # as `ray start` does; `ray.init` joins without one unless it is told to
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
@@ -83,6 +84,8 @@ def _join(address: str, quiet: dict[str, Any]) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
         ray.init(address=address, **quiet)
     except (OSError, RuntimeError, ValueError, RayError) as error:
+        if mode_before is None:  # a cluster that this process starts later has no such token
+            os.environ.pop("RAY_AUTH_MODE", None)
         said = " ".join(str(error.__cause__ or error).split())
         raise ClusterError(
             f"the Ray cluster at {address!r} (cluster.address) can't be joined: {said[-300:]}; start a node"

@@ -141,7 +141,7 @@ def ray_nodes(folder: Path, *nodes: dict[str, int]) -> Iterator[tuple[str, dict[
             started.callback(end_node, node)
             count = index + 1
             text = folder / "ray.log"
-            wait_until(lambda: text.read_text().count("Ray runtime started") == count or node.poll(), 60)  # noqa: B023
+            wait_until(lambda: text.read_text().count("Ray runtime started") == count or node.poll(), 180)  # noqa: B023
         yield address, environment
 
 

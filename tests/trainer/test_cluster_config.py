@@ -1,5 +1,6 @@
 """The section `[cluster]`: what is refused, and what an engine and the learner make of it."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,9 @@ def test_a_folder_that_another_machine_does_not_see_is_one_clear_error(
         Path(mark.path).unlink(missing_ok=True)
 
 
-def test_a_cluster_that_is_not_there_is_one_clear_error() -> None:
+def test_a_cluster_that_is_not_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 32)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with pytest.raises(ClusterError, match=r"the Ray cluster at '127.0.0.1:9' .* can't be joined"):
         start_ray(1, ClusterConfig(address="127.0.0.1:9"))
+    assert "RAY_AUTH_MODE" not in os.environ, "a local cluster of this process would ask for the token"
