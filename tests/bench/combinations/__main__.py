@@ -4,6 +4,7 @@ Prints the table, and writes it with the picture `combinations.svg` into the exa
 half on two cores; a run that is done is not run again, so it may be stopped at any time, and started again.
 `python -m tests.bench.combinations`:
 
+    --example FOLDER  another example than the frozen lake
     --only NAME...    these combinations alone
     --seeds 0 1 2     these seeds
     --no-runs         the table and the picture of what is there
@@ -15,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.bench.combinations.page import by_kind, svg, table
+from tests.bench.combinations.page import by_kind, lengths, svg, table
 from tests.bench.combinations.runs import COMBINATIONS, is_done, read_runs, run
 from tests.bench.marked import filled
 
@@ -24,7 +25,7 @@ OUT = Path(".spangrad/bench/combinations")
 
 
 def main() -> int:
-    """Run what is missing; exit code 1 if step-level credit is not ahead on the longest tasks."""
+    """Run what is missing; exit code 1 if credit by step is not ahead on the longest of several lengths."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -52,6 +53,8 @@ def main() -> int:
         readme = Path(options.example) / "README.md"
         readme.write_text(filled(readme.read_text(), {"combinations": table(runs)}))
         (Path(options.example) / "combinations.svg").write_text(svg(runs))
+    if len(lengths(runs)) == 1:
+        return 0
     kinds = by_kind(runs)
     print(
         "longest tasks, same losses, mean of greedy and sampled:",

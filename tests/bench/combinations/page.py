@@ -13,6 +13,7 @@ Curve = dict[int, list[float]]
 
 WINDOW = 4
 """So many updates of training rollouts make one point: an update has few."""
+_WAYS = {"greedy": "greedy", "sampled": "sampled", "train": "sampled, while training"}
 _COLORS = ("#555555", "#c62828", "#ef8f00", "#3d7fd9", "#00838f", "#8e24aa", "#2e7d32", "#795548")
 
 
@@ -54,23 +55,27 @@ def lengths(runs: Runs) -> list[str]:
 
 def table(runs: Runs) -> str:
     """A row for each combination: held-out success at the end, of the longest tasks and of all."""
-    longest = lengths(runs)[-1]
-    columns = ("greedy", "sampled", "sampled, while training")
-    heads = [*(f"longest ({longest}), {column}" for column in columns), "all, greedy", "all, sampled"]
-    lines = [f"| credit | loss | by step | {' | '.join(heads)} | seeds |", "|---" * 9 + "|"]
+    measures: list[tuple[str, str, str | None]] = [(heading, how, None) for how, heading in _WAYS.items()]
+    if len(known := lengths(runs)) > 1:
+        longest = [(f"longest ({known[-1]}), {heading}", how, known[-1]) for how, heading in _WAYS.items()]
+        measures = [*longest, *((f"all, {how}", how, None) for how in ("greedy", "sampled"))]
+    heads = [*(heading for heading, _, _ in measures), "seeds"]
+    lines = [f"| credit | loss | by step | {' | '.join(heads)} |", "|---" * (3 + len(heads)) + "|"]
     for name, combination in COMBINATIONS.items():
         if not (seeds := [run["seed"] for run in runs if run["name"] == name]):
             continue
-        cells = [_last(curve(runs, name, how, longest)) for how in ("greedy", "sampled")]
-        cells.append(_all(curve(runs, name, "train", longest)))
-        cells += [_last(curve(runs, name, how, None)) for how in ("greedy", "sampled")]
-        told = "yes" if combination.has_steps else "no"
-        head = f"| `{combination.credit}` | `{combination.objective}` | {told} |"
+        cells = [
+            (_all if how == "train" else _last)(curve(runs, name, how, length)) for _, how, length in measures
+        ]
         stopped = sum(run["name"] == name and run.get("has_stopped", False) for run in runs)
         cells.append(f"{len(seeds)}, {stopped} of them stopped" if stopped else str(len(seeds)))
+        is_by_step = "yes" if combination.has_steps else "no"
+        head = f"| `{combination.credit}` | `{combination.objective}` | {is_by_step} |"
         lines.append(f"{head} {' | '.join(cells)} |")
-    start = [_first(curve(runs, runs[0]["name"], how, longest)) for how in ("greedy", "sampled")]
-    start += ["", *(_first(curve(runs, runs[0]["name"], how, None)) for how in ("greedy", "sampled"))]
+    start = [
+        "" if how == "train" else _first(curve(runs, runs[0]["name"], how, length))
+        for _, how, length in measures
+    ]
     return "\n".join([*lines, f"| before | | | {' | '.join(start)} | |"])
 
 
@@ -92,29 +97,33 @@ def by_kind(runs: Runs) -> dict[str, float]:
     return {kind: sum(values) / len(values) for kind, values in found.items()}
 
 
-_PANEL, _HIGH, _GAP, _LEFT, _TOP = 270, 210, 22, 48, 96
+_PANEL, _HIGH, _GAP, _LEFT, _TOP, _LEGEND = 270, 210, 22, 48, 96, 290
 
 
 def svg(runs: Runs) -> str:
     """A panel for each length and way to measure: a line for each combination, a band for its seeds."""
-    columns, rows = lengths(runs), (("greedy", "held-out, greedy"), ("train", "sampled, while training"))
+    ways, known = (("greedy", "held-out, greedy"), ("train", "sampled, while training")), lengths(runs)
+    panels = [[(how, each, f"shortest way {each}: {title}") for each in known] for how, title in ways]
+    if len(known) == 1:
+        panels = [[(how, known[0], title) for how, title in ways]]
     names = [name for name in COMBINATIONS if any(run["name"] == name for run in runs)]
     last = max(run["updates"] for run in runs)
-    width = _LEFT + (_PANEL + _GAP) * len(columns)
-    height = _TOP + (_HIGH + 64) * len(rows)
+    width = _LEFT + (_PANEL + _GAP) * len(panels[0])
+    height = _TOP + (_HIGH + 64) * len(panels)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
         f' height="{height}" font-family="system-ui, sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
     ]
+    beside = max(1, (width - _LEFT) // _LEGEND)
     for place, name in enumerate(names):
-        x, y = _LEFT + place % 3 * 290, 18 + place // 3 * 18
+        x, y = _LEFT + place % beside * _LEGEND, 18 + place // beside * 18
         line = f'<line x1="{x}" y1="{y - 4}" x2="{x + 24}" y2="{y - 4}" {_stroke(name)}/>'
         parts += [line, _text(x + 30, y, _label(COMBINATIONS[name]))]
-    for row, (how, title) in enumerate(rows):
-        for column, length in enumerate(columns):
+    for row, beside_it in enumerate(panels):
+        for column, (how, length, title) in enumerate(beside_it):
             x, y = _LEFT + column * (_PANEL + _GAP), _TOP + row * (_HIGH + 64)
-            parts.append(_text(x, y - 6, f"shortest way {length}: {title}"))
+            parts.append(_text(x, y - 6, title))
             parts += _axes(x, y, last, is_first=column == 0)
             for name in names:
                 parts += _line(x, y, last, name, curve(runs, name, how, length))

@@ -83,6 +83,21 @@ def test_a_run_that_stopped_keeps_its_last_greedy_value_and_has_no_sampled_one()
     assert "| 3, 1 of them stopped |" in table(runs)
 
 
+def test_tasks_of_one_kind_are_told_as_they_are():
+    runs = [
+        {**run, "points": [{**point, "by": {"all": point["by"]["10"]}} for point in run["points"]]}
+        for run in RUNS
+    ]
+    assert table(runs).splitlines()[0] == (
+        "| credit | loss | by step | greedy | sampled | sampled, while training | seeds |"
+    )
+    assert "| `gigpo` | `ppo` | yes | 80% (70% to 90%) | 80% (70% to 90%) | 0% (0% to 0%) | 2 |" in table(
+        runs
+    )
+    assert len({line.count("|") for line in table(runs).splitlines()}) == 1
+    assert svg(runs).count("<polyline") == 2 * 2
+
+
 def test_picture_has_a_line_and_a_band_for_each_combination_in_each_panel():
     picture = svg(RUNS)
     assert picture.count("<polyline") == picture.count("<polygon") == 2 * 2 * 2
