@@ -122,14 +122,18 @@ def ray_nodes(folder: Path, *nodes: dict[str, int]) -> Iterator[tuple[str, dict[
     environment = {**os.environ, "RAY_TMPDIR": f"/tmp/sg{os.getpid()}", "RAY_AUTH_MODE": "token"}
     environment |= {"RAY_AUTH_TOKEN": "t" * 32}
     with ExitStack() as started, (folder / "ray.log").open("ab") as log:
-        started.callback(shutil.rmtree, environment["RAY_TMPDIR"], ignore_errors=True)
+        short = Path(environment["RAY_TMPDIR"])
+        short.mkdir()
+        started.callback(shutil.rmtree, short, ignore_errors=True)
+        # Of what `ray start` starts, one is started by a shell that takes a path with a space apart.
+        (short / "env").symlink_to(sys.prefix)
         for index, resources in enumerate(nodes):
             where = ["--address", address]
             if not index:
                 where = ["--head", "--include-dashboard=false", "--port", address.rpartition(":")[2]]
             node = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where),
+                    *(short / "env/bin/python", "-m", "ray.scripts.scripts", "start", "--block", *where),
                     *("--node-ip-address", "127.0.0.1", "--disable-usage-stats", "--num-cpus", "4"),
                     *("--object-store-memory", "100000000", "--resources", json.dumps(resources)),
                 ],
@@ -141,7 +145,8 @@ def ray_nodes(folder: Path, *nodes: dict[str, int]) -> Iterator[tuple[str, dict[
             started.callback(end_node, node)
             count = index + 1
             text = folder / "ray.log"
-            wait_until(lambda: text.read_text().count("Ray runtime started") == count or node.poll(), 180)  # noqa: B023
+            wait_until(lambda: text.read_text().count("Ray runtime started") == count or node.poll(), 60)  # noqa: B023
+            assert node.poll() is None, text.read_text()
         yield address, environment
 
 
