@@ -7,6 +7,7 @@ half on two cores; a run that is done is not run again, so it may be stopped at 
     --example FOLDER  another example than the frozen lake
     --only NAME...    these combinations alone
     --seeds 0 1 2     these seeds
+    --set KEY=VALUE   another setting of all of them, for instance a shorter training
     --no-runs         the table and the picture of what is there
     --write           put both into the example's folder
 """
@@ -32,6 +33,7 @@ def main() -> int:
     parser.add_argument("--example", default=EXAMPLE)
     parser.add_argument("--only", nargs="+", choices=list(COMBINATIONS), default=list(COMBINATIONS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of finished runs")
     parser.add_argument("--keep", action="store_true", help="keep stores and reports")
     parser.add_argument("--no-runs", action="store_true")
@@ -42,7 +44,7 @@ def main() -> int:
     todo = [(seed, name) for seed in options.seeds for name in options.only if not is_done(out, name, seed)]
     for seed, name in [] if options.no_runs else todo:
         started = time.monotonic()
-        run(options.example, name, seed, out, keep=options.keep)
+        run(options.example, name, seed, out, changes=options.changes, keep=options.keep)
         print(f"{name}, seed {seed}: {(time.monotonic() - started) / 60:.1f} minutes", flush=True)
     runs = read_runs(out)
     if not runs:

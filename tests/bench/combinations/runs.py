@@ -84,12 +84,14 @@ def read_runs(out: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted(out.glob("*-[0-9]*.json"))]
 
 
-def run(example: str, name: str, seed: int, out: Path, *, keep: bool = False) -> dict[str, Any]:
+def run(
+    example: str, name: str, seed: int, out: Path, *, changes: Sequence[str] = (), keep: bool = False
+) -> dict[str, Any]:
     """Run the demo in a process of its own, and write what it measured; its folder goes, unless `keep`."""
     folder = out / f"{name}-{seed}"
     command = [sys.executable, "-m", "spangrad", "demo", "--example", example, "--seed", str(seed), "--json"]
     command += ["--folder", str(folder)]
-    for change in COMBINATIONS[name].changes:
+    for change in (*COMBINATIONS[name].changes, *changes):
         command += ["--set", change]
     print("$ spangrad", " ".join(command[3:]), flush=True)
     last, errors = "", out / f"{name}-{seed}.err"
