@@ -54,7 +54,7 @@ StepName = Literal[
 
 _UNGROUPED: Final = ("running_baseline", "value_baseline")
 """Episode terms that compare no groups."""
-_SWITCHES: Final = ("step_weight", "scale_by_std", "history")
+_SWITCHES: Final = ("step_weight", "scale_by_std", "history", "gamma")
 """Settings that leave others without an effect where they are 0."""
 
 
@@ -207,6 +207,11 @@ class CreditConfig:
             )
         if self.episode == "gdpo":
             raise ConfigError("overlong 'penalize' is no component of episode 'gdpo'; choose 'mask'")
+        if not self.counts_step_rewards:
+            raise ConfigError(
+                f"overlong 'penalize' lowers outcomes, which episode {self.episode!r} with step {self.step!r}"
+                " does not count; choose 'mask', or a term that counts them"
+            )
         if self.episode == "maxrl":
             raise ConfigError(
                 "overlong 'penalize' can take a rollout below 0, where episode 'maxrl' has no meaning;"
@@ -250,7 +255,16 @@ class CreditConfig:
             settings -= {"ddof", "eps"}
         if self.history == 0:
             settings -= {"history_weight"}
+        if self.gamma == 0:
+            settings -= {"gae_lambda"}
         return settings - {"similarity"} if self.anchors == "exact" else settings
+
+    @property
+    def counts_step_rewards(self) -> bool:
+        """Whether a term counts what steps are given; `gdpo` counts outcomes alone."""
+        if self.episode not in ("none", "gdpo"):
+            return True
+        return self.step in STEP_TERMS and STEP_TERMS[self.step].counts_rewards and self.step_weight > 0
 
     @property
     def _steps_count_lone(self) -> bool:

@@ -105,6 +105,8 @@ class StepTerm:
     counts_lone: bool = False
     """Whether a rollout alone in its group says something: it branches, the whole batch is compared, or it is
     held against a critic or scores."""
+    counts_rewards: bool = True
+    """Whether it counts rewards; else scores alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ def _roles(batch: Batch, config: "CreditConfig") -> Floats:
 
 def components(batch: Batch, config: "CreditConfig") -> Floats:
     """The outcome's parts, shape (C, N): those that have a weight, in that order."""
-    if config.step == "none" and any(value is not None for value in _steps(batch, "reward")):
+    if not config.counts_step_rewards and any(value is not None for value in _steps(batch, "reward")):
         raise CreditError(
             "a step has a reward, and episode 'gdpo' counts outcomes alone (summed over steps, retries would"
             " be rewarded); choose a step term that counts it, or leave it out"
@@ -344,7 +346,9 @@ STEP_TERMS: Final[Mapping[str, StepTerm]] = {
         _by_index,
         frozenset({"scale_by_std", "ddof", "eps"}),
     ),
-    "turn_credit": StepTerm(_turn_credit, None, frozenset({"gamma", "scores"}), counts_lone=True),
+    "turn_credit": StepTerm(
+        _turn_credit, None, frozenset({"gamma", "scores"}), counts_lone=True, counts_rewards=False
+    ),
     "reinforce_pp": StepTerm(
         _reinforce_pp,
         lambda batch: np.zeros(len(batch.step_returns_S), dtype=np.int64),

@@ -5,7 +5,7 @@ Shape letters: N rollouts, S steps of all rollouts.
 
 import numpy as np
 
-from spangrad.credit.groups import Floats, Ints, centred
+from spangrad.credit.groups import Floats, Ints, centred, check_labels
 from spangrad.credit.grpo import group_advantages
 from spangrad.errors import CreditError
 
@@ -148,6 +148,8 @@ def _check_rollouts(rollout_index_S: Ints, rollouts: int) -> None:
 
 def pool_ids(group_ids_S: Ints, anchor_ids_S: Ints) -> Ints:
     """One label from 0 on for every pair of group and anchor; without sorting where there are few pairs."""
+    check_labels(group_ids_S)
+    check_labels(anchor_ids_S)
     if not len(group_ids_S):
         return group_ids_S
     groups_S, anchors_S = _from_zero(group_ids_S), _from_zero(anchor_ids_S)

@@ -16,7 +16,7 @@ Ints = NDArray[np.int64]
 LARGEST: Final = 1e100
 """Size of the largest reward that is taken: squares of sums of it are numbers yet."""
 
-_ROUNDING: Final = 8 * float(np.finfo(np.float64).eps)
+ROUNDING: Final = 8 * float(np.finfo(np.float64).eps)
 """Numbers that differ by so much of their size are equal: .1 + .2 and .3."""
 
 
@@ -41,7 +41,7 @@ def pool_statistics(values_X: Floats, labels_X: Ints, *, ddof: int) -> PoolStati
         ddof: 0: population, 1: sample standard deviation.
 
     Raises:
-        CreditError: Shapes differ, or a number is not finite or too large.
+        CreditError: Shapes differ, a number is not finite or too large, or labels are no whole numbers.
 
     Where all numbers of a pool are equal, up to a few units in the last place, the standard deviation is
     exactly 0 and the mean exactly the first one: no rounding makes a signal of nothing.
@@ -50,6 +50,8 @@ def pool_statistics(values_X: Floats, labels_X: Ints, *, ddof: int) -> PoolStati
         raise CreditError(
             f"values have shape {values_X.shape}, labels {labels_X.shape}; both must be the same line"
         )
+    check_labels(labels_X)
+    values_X = np.asarray(values_X, dtype=np.float64)  # differences of uint8 would wrap around
     if not (is_fit_X := np.abs(values_X) <= LARGEST).all():
         where = int(np.flatnonzero(~is_fit_X)[0])
         raise CreditError(
@@ -61,7 +63,7 @@ def pool_statistics(values_X: Floats, labels_X: Ints, *, ddof: int) -> PoolStati
     # Around the pool's first member, so that equal numbers give exact zeros.
     first_X = values_X[first][pool_X]
     offset_X = values_X - first_X
-    offset_X[np.abs(offset_X) <= _ROUNDING * np.abs(first_X)] = 0.0
+    offset_X[np.abs(offset_X) <= ROUNDING * np.abs(first_X)] = 0.0
     mean_offset = np.bincount(pool_X, weights=offset_X, minlength=len(first)) / np.maximum(counts, 1)
     squares_X = (offset_X - mean_offset[pool_X]) ** 2
     free = counts - ddof
@@ -69,6 +71,19 @@ def pool_statistics(values_X: Floats, labels_X: Ints, *, ddof: int) -> PoolStati
     std = np.sqrt(np.divide(sums, free, out=np.zeros(len(first)), where=free > 0))
     mean = values_X[first] + mean_offset
     return PoolStatistics(mean[pool_X], std[pool_X], counts[pool_X])
+
+
+def check_labels(labels_X: Ints) -> None:
+    """Refuse labels that are no whole numbers.
+
+    Raises:
+        CreditError: They are names, bools or fractions; says how to number them.
+    """
+    if labels_X.size and labels_X.dtype.kind not in "iu":
+        raise CreditError(
+            f"labels have type {labels_X.dtype}; expected whole numbers, such as"
+            " np.unique(names, return_inverse=True)[1]"
+        )
 
 
 def _pools(labels_X: Ints) -> tuple[Ints, Ints]:

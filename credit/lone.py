@@ -15,7 +15,7 @@ from spangrad.credit.filtering import OVERLONG_SETTINGS, leaves_out_lone
 if TYPE_CHECKING:
     from spangrad.credit.credit_config import CreditConfig
 
-_NO_REWARDS: Final = ("turn_credit",)
+_NO_REWARDS: Final = tuple(name for name, term in STEP_TERMS.items() if not term.counts_rewards)
 """Terms that count scores alone."""
 _NO_OUTCOMES: Final = (*_NO_REWARDS, "tree_grpo", "tree_edges", "treerl")
 """... and those that compare the branches of a rollout, which share its outcome."""

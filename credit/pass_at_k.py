@@ -7,7 +7,7 @@ from math import comb
 
 import numpy as np
 
-from spangrad.credit.groups import Floats, Ints, pool_statistics
+from spangrad.credit.groups import ROUNDING, Floats, Ints, pool_statistics
 from spangrad.errors import CreditError
 
 
@@ -66,6 +66,7 @@ def best_of_group(
     Where two share the best return nobody leads: zeros. A group of one gets zero.
     """
     pools = pool_statistics(returns_N, group_ids_N, ddof=ddof)
+    returns_N = np.asarray(returns_N, dtype=np.float64)
     order = np.lexsort((-returns_N, group_ids_N))
     groups = group_ids_N[order]
     is_first = np.r_[True, groups[1:] != groups[:-1]][: len(order)]
@@ -73,8 +74,9 @@ def best_of_group(
     first, second = order[has_second], order[np.flatnonzero(has_second) + 1]
     advantages_N = np.zeros(len(returns_N))
     lead = returns_N[first] - returns_N[second]
+    leads = lead > ROUNDING * np.abs(returns_N[first])
     scale = pools.std_X[first] + eps if scale_by_std else np.ones(len(first))
-    advantages_N[first] = np.divide(lead, scale, out=np.zeros(len(first)), where=lead > 0)
+    advantages_N[first] = np.divide(lead, scale, out=np.zeros(len(first)), where=leads)
     return advantages_N
 
 

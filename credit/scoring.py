@@ -173,6 +173,11 @@ def check_shaping(config: "CreditConfig", used: frozenset[str]) -> None:
     Raises:
         ConfigError: Says why.
     """
+    if config.scores is not None and not all(config.scores.rpartition(":")[::2]):
+        raise ConfigError(
+            f"scores is {config.scores!r}; expected 'path/to/file.py:name', 'package.module:name' or"
+            " 'reward:NAME'"
+        )
     if config.scores is None and (config.shaping != "none" or config.step == "turn_credit"):
         what = f"step {config.step!r}" if config.shaping == "none" else f"shaping {config.shaping!r}"
         raise ConfigError(f"{what} needs scores; set them to a function, 'file.py:name', or to 'reward:NAME'")
@@ -187,10 +192,16 @@ def check_shaping(config: "CreditConfig", used: frozenset[str]) -> None:
             " that does, 'leave_one_out_to_go' for one"
         )
     if config.shaping in NEW_OBJECTIVES:
-        if config.step == "mt_grpo" or (config.episode == "gdpo" and config.step == "none"):
+        if config.shaping == "terms" and config.step == "turn_credit":
+            raise ConfigError(
+                "shaping 'terms' takes scores for terms, one a step, and step 'turn_credit' for scores of"
+                " states; choose shaping 'score_gain', or another step term"
+            )
+        if config.step == "mt_grpo" or not config.counts_step_rewards:
+            weight = "" if config.step_weight else " and step_weight 0"
             raise ConfigError(
                 f"shaping {config.shaping!r} gives every step a reward, which episode {config.episode!r} with"
-                f" step {config.step!r} does not take; choose others"
+                f" step {config.step!r}{weight} does not take; choose others"
             )
         if config.episode == "maxrl":
             raise ConfigError(

@@ -386,7 +386,7 @@ def rich_for(terms: dict[str, Any]) -> list[Trajectory]:
     kept: list[list[float | None]]
     if terms["step"] == "mt_grpo":
         kept = [[0.25 * (n % 3), *[None] * (len(one.steps) - 1)] for n, one in enumerate(RICH)]
-    elif terms == {"episode": "gdpo", "step": "none"}:
+    elif terms["episode"] == "gdpo" and not CreditConfig(**terms).counts_step_rewards:
         kept = [[None] * len(one.steps) for one in RICH]
     else:
         return RICH
@@ -446,7 +446,7 @@ OFF: list[dict[str, Any]] = [
     {**terms, name: off}
     for terms in TERMS
     if terms["episode"] == "grpo" or terms["step"] in ("none", "gigpo")
-    for name, off in (("step_weight", 0.0), ("scale_by_std", False), ("history", 0))
+    for name, off in (("step_weight", 0.0), ("scale_by_std", False), ("history", 0), ("gamma", 0.0))
     if name in CreditConfig(**terms).settings_used()
     if name != "step_weight" or (terms["episode"] != "none" and not terms.keys() & {"anchors", "shaping"})
 ]

@@ -1,5 +1,7 @@
 """Estimators that compare whole rollouts, against golden numbers, slow references and laws."""
 
+import warnings
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 from spangrad.credit.gdpo import gdpo
+from spangrad.credit.gigpo import step_advantages
 from spangrad.credit.grpo import dr_grpo, grpo
 from spangrad.credit.maxrl import maxrl
 from spangrad.credit.opo import opo
@@ -16,6 +19,7 @@ from spangrad.credit.reinforce_pp import (
     reinforce_pp_baseline,
     reinforce_pp_baseline_as_published,
 )
+from spangrad.credit.rloo import rloo
 from spangrad.credit.roles import role_advantages
 from spangrad.errors import CreditError
 from tests.credit.test_estimators import floats, ints
@@ -132,6 +136,31 @@ def test_nothing_lone_rollouts_and_equals_get_exact_zeros(estimate):
     assert estimate(floats(0.1, 0.1, 0.1), ints(0, 0, 0)).tolist() == [0, 0, 0]
     with pytest.raises(CreditError, match="finite"):
         estimate(floats(1, np.nan), ints(0, 0))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.bool_, np.int64, np.float32])
+@pytest.mark.parametrize("estimate", [grpo, rloo, maxrl, dr_grpo, reinforce_pp_baseline, best_of_group])
+def test_returns_of_any_type_of_number_are_taken_as_they_are(estimate, dtype):
+    returns, groups = floats(1, 0, 0, 1, 1, 0), ints(0, 0, 0, 1, 1, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = estimate(returns.astype(dtype), groups)
+    assert found.dtype == np.float64
+    assert_allclose(found, estimate(returns, groups), rtol=1e-12)
+
+
+@pytest.mark.parametrize("groups", [np.array(["a", "a"]), floats(0.5, 0.5), np.array([True, True])])
+@pytest.mark.parametrize("estimate", [grpo, best_of_group, lambda r, g: step_advantages(r, g, ints(0, 0))])
+def test_groups_that_are_no_whole_numbers_are_refused(estimate, groups):
+    with pytest.raises(CreditError, match="expected whole numbers, such as"):
+        estimate(floats(1, 0), groups)
+
+
+@pytest.mark.parametrize("scale_by_std", [True, False])
+def test_a_lead_that_is_rounding_alone_is_none(scale_by_std):
+    returns = floats(0.1 + 0.2, 0.3, 0.1 + 0.2, 0.3, 0.0)
+    found = best_of_group(returns, ints(0, 0, 1, 1, 1), scale_by_std=scale_by_std, eps=0.0)
+    assert found.tolist() == [0.0] * 5
 
 
 @given(members)

@@ -86,7 +86,7 @@ def config_of(**settings: Any) -> CreditConfig | None:
 
 def credited(config: CreditConfig) -> list[float | None]:
     batch = ONE_REWARD if config.step == "mt_grpo" else LONE
-    if config.episode == "gdpo" and config.step == "none":
+    if config.episode == "gdpo" and not config.counts_step_rewards:
         bare = [[replace(step, reward=None) for step in one.steps] for one in LONE]
         batch = [replace(one, steps=steps) for one, steps in zip(LONE, bare, strict=True)]
     found = assign(batch, config).advantages.values()

@@ -94,6 +94,33 @@ def test_rewards_are_told_as_they_were_scored(changed):
     assert (result.advantages == plain) == (changed.get("overlong") is not None)  # both are as long
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"step": "turn_credit", "shaping": "terms"}, "'turn_credit' for scores of states"),
+        ({"episode": "none", "step": "turn_credit", "shaping": "score_gain"}, "does not take"),
+        ({"episode": "gdpo", "step": "turn_credit", "shaping": "score_gain"}, "does not take"),
+        (
+            {"episode": "gdpo", "step": "gigpo", "step_weight": 0.0, "shaping": "score_gain"},
+            "step 'gigpo' and step_weight 0 does not take",
+        ),
+        ({"shaping": "score_gain", "scores": "nowhere"}, "scores is 'nowhere'; expected"),
+        ({"shaping": "score_gain", "scores": "reward:"}, "scores is 'reward:'; expected"),
+        ({"shaping": "score_gain", "scores": ""}, "scores is ''; expected"),
+    ],
+)
+def test_shaping_that_no_term_counts_is_refused(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        CreditConfig(**{"scores": "reward:p", **settings})
+
+
+def test_a_penalty_that_no_term_counts_is_refused():
+    settings = {"overlong": "penalize", "overlong_limit": 4, "overlong_buffer": 4, "scores": "reward:p"}
+    CreditConfig(step="turn_credit", **settings)
+    with pytest.raises(ConfigError, match="'turn_credit' does not count; choose 'mask'"):
+        CreditConfig(episode="none", step="turn_credit", **settings)
+
+
 def test_the_test_of_circles_is_kept_with_the_batch():
     circle = rollout("a", 0.0, "stst_", [0.5, 0.5, 0.5, 0.0])
     config = CreditConfig(scores="reward:p", shaping="terms", shaping_weight=2.0)

@@ -91,6 +91,8 @@ def test_gdpo_refuses_rewards_of_steps_that_it_would_not_count():
     batch = [rollout("a", 1.0, {"reward": 1.0}, components={"reward": 1.0})]
     with pytest.raises(CreditError, match="a step has a reward, and episode 'gdpo' counts outcomes alone"):
         assign(batch, CreditConfig(episode="gdpo"))
+    with pytest.raises(CreditError, match="choose a step term that counts it"):
+        assign(batch, CreditConfig(episode="gdpo", step="leave_one_out_to_go", step_weight=0.0))
     assert values(batch, episode="gdpo", step="leave_one_out_to_go") == [0.0]
 
 
