@@ -18,7 +18,7 @@ def check_lone(objective: str, credit: CreditConfig, *, because: str, instead: s
         objective: `learner.objective`.
         credit: Estimators.
         because: Why they are alone.
-        instead: What to choose, if nothing says anything of them.
+        instead: What to choose, if no credit says anything of them.
 
     Raises:
         ConfigError: Nothing of the objective, or a setting that was changed, says anything of such rollouts.
@@ -26,6 +26,7 @@ def check_lone(objective: str, credit: CreditConfig, *, because: str, instead: s
     needs_credit = OBJECTIVES[objective].needs_credit
     if not (credit.counts_lone if needs_credit else objective != "dpo"):
         what = f"credit.episode {credit.episode!r}" if needs_credit else "learner.objective 'dpo'"
+        instead = instead if needs_credit else "learner.objective 'kto' or 'bc', which compare none"
         raise ConfigError(f"{because}: {what} compares rollouts of a task; choose {instead}")
     if needs_credit and credit.needs_groups:
         raise ConfigError(f"{because}: {_why(credit, credit.needs_groups)}")

@@ -538,7 +538,7 @@ def test_a_run_has_one_model_to_start_from(tmp_path):
         (["credit.episode=tree_grpo"], None),
         ([], "credit.episode 'grpo' compares .*'running_baseline'"),
         (["credit.episode=rloo", "credit.step=gigpo"], "credit.episode 'rloo' compares"),
-        (["learner.objective=dpo"], "learner.objective 'dpo' compares"),
+        (["learner.objective=dpo"], "learner.objective 'dpo' compares .* choose learner.objective 'kto' or"),
         (
             ["credit.episode=running_baseline", "credit.step=gigpo", "credit.gamma=0.5"],
             "credit.step = 'gigpo' and credit.gamma = 0.5 can change nothing: .* leave that out, or .* gae",

@@ -18,6 +18,7 @@ from torch import Tensor
 from spangrad.credit.transition import CallSegment, Preference, Transition
 from spangrad.errors import ConfigError, CreditError, EmptyBatchError
 from spangrad.trainer.learning import losses
+from spangrad.trainer.learning.corrections import CorrectionConfig
 from spangrad.trainer.learning.echo import with_observations
 from spangrad.trainer.learning.learner_config import LearnerConfig
 from spangrad.trainer.learning.model import TargetStats
@@ -340,8 +341,10 @@ def compared(rows: list[Transition], config: LearnerConfig, totals: Totals) -> l
     return Comparison(rows, config, policy, start, seconds).weighed(rows, totals, seconds)
 
 
-def outcome(config: LearnerConfig, rows: list[Transition] | None = None) -> tuple[float, Tensor]:
-    """Loss and gradient on rows whose ratios reach every bound."""
+def outcome(
+    config: LearnerConfig, rows: list[Transition] | None = None, *, moved: float = 3.0
+) -> tuple[float, Tensor]:
+    """Loss and gradient on rows whose ratios reach every bound; with `moved` 0 they are all 1."""
     rows = rows or [two_calls(seed) for seed in range(4)]
     totals = Totals()
     if OBJECTIVES[config.objective].compares_sequences:
@@ -351,7 +354,7 @@ def outcome(config: LearnerConfig, rows: list[Transition] | None = None) -> tupl
     (batch,) = pack(rows, max_tokens_per_batch=10**6, pad_token_id=0)
     mask = batch.target_mask_BT
     ids = batch.target_ids_BT[mask].double()
-    policy = batch.behavior_logprobs_BT[mask].double() + 3.0 * torch.sin(
+    policy = batch.behavior_logprobs_BT[mask].double() + moved * torch.sin(
         ids
     )  # the same wherever the token is
     leaf = policy.clamp(max=-0.01).requires_grad_()
@@ -388,6 +391,18 @@ def test_every_setting_changes_something_or_is_refused(objective):
         else:
             before, after = outcome(config), outcome(replace(config, **{name: value}))
             assert before[0] != after[0] or not torch.equal(before[1], after[1]), name
+
+
+@pytest.mark.parametrize("objective", RATIO_OBJECTIVES)
+def test_what_only_a_ratio_other_than_one_reaches_is_refused_where_it_is_one(objective):
+    plain, proximal = LearnerConfig(objective=objective), CorrectionConfig(proximal=True)
+    for name in OBJECTIVES[objective].names:
+        changed = {name: CHANGED[name]}
+        before, after = (outcome(each, moved=0.0)[1] for each in (plain, replace(plain, **changed)))
+        assert torch.allclose(before, after, rtol=1e-12), name
+        with pytest.raises(ConfigError, match=rf"learner\.{name} = .* one optimizer step an update"):
+            replace(plain, correction=proximal, **changed)
+        replace(plain, correction=proximal, minibatches_per_update=2, **changed)
 
 
 def test_every_objective_gives_something_else():

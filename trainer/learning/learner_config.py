@@ -227,6 +227,11 @@ class LearnerConfig:
         return OBJECTIVES[self.objective].uses_ratio
 
     @property
+    def steps_per_update(self) -> int:
+        """Optimizer steps of an update, if it has as many groups as minibatches."""
+        return self.epochs_per_update * self.minibatches_per_update
+
+    @property
     def needs_all_tokens(self) -> bool:
         """Whether rows train something without an advantage other than 0: by another term, or a critic."""
         coefs = (self.entropy_coef, self.kl_coef, self.log_ratio_coef, self.echo_coef)
@@ -264,6 +269,13 @@ class LearnerConfig:
             because |= dict.fromkeys(
                 ("lora_alpha", "lora_targets"), "with lora_rank 0, which has no adapters"
             )
+        if self.correction.proximal and self.steps_per_update == 1:
+            unmoved = objective.names - ({"sequence"} if self.correction.uses_sequences else set())
+            because |= dict.fromkeys(
+                unmoved,
+                "with learner.correction.proximal and one optimizer step an update, whose ratio to the policy"
+                " before it is 1",
+            )
         if self.workers == 1:
             because["sharding"] = "with workers 1, which holds everything"
         return because
@@ -289,8 +301,8 @@ class LearnerConfig:
                 f"{self.lora_rank} trains adapters beside frozen weights, which are merged whole; choose "
                 "'ddp'"
             )
-        steps = self.epochs_per_update * self.minibatches_per_update
-        if self.critic is not None and self.critic.clip is not None and self.critic.steps * steps == 1:
+        critic_steps = self.steps_per_update * self.critic.steps if self.critic is not None else 0
+        if self.critic is not None and self.critic.clip is not None and critic_steps == 1:
             raise ConfigError(
                 f"learner.critic.clip = {self.critic.clip!r} has no effect with learner.critic.steps 1 and"
                 " one optimizer step an update, which begins at the old values; leave it out, or take more"
