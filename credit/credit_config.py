@@ -54,6 +54,8 @@ StepName = Literal[
 
 _UNGROUPED: Final = ("running_baseline", "value_baseline")
 """Episode terms that compare no groups."""
+MOST_HISTORY: Final = 1000
+"""Each state more costs a pass over all steps."""
 _SWITCHES: Final = ("step_weight", "scale_by_std", "history", "gamma")
 """Settings that leave others without an effect where they are 0."""
 
@@ -95,7 +97,7 @@ class CreditConfig:
     singleton: Singleton = "zero"
     """What a lone rollout of a group gets in `grpo`: `zero`, or its `raw` return as published code does."""
     history: int = 2
-    """How many earlier states `hgpo` looks at beyond the present one; 0 or more."""
+    """How many earlier states `hgpo` looks at beyond the present one; 0 to 1000."""
     history_weight: float = 1.0
     """alpha of `hgpo`: how much more a longer shared history counts; 0 or more."""
     anchors: Literal["exact", "similar"] = "exact"
@@ -170,7 +172,6 @@ class CreditConfig:
         for name in (
             "step_weight",
             "eps",
-            "history",
             "history_weight",
             "evidence_prior",
             "value_prior",
@@ -179,6 +180,8 @@ class CreditConfig:
         ):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected 0 or more")
+        if not 0 <= self.history <= MOST_HISTORY:
+            raise ConfigError(f"history is {self.history!r}; expected 0 to {MOST_HISTORY}")
         if not any(self.reward_weights.values()):
             raise ConfigError(f"reward_weights is {dict(self.reward_weights)!r}; expected weights, not all 0")
         for name in ("overlong_factor", "shaping_weight"):

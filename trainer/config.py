@@ -151,7 +151,8 @@ class RolloutConfig:
                 "'constant' needs the number of tokens that rollouts are divided by, others have none"
             )
         require(self.refills >= 0, "rollout.refills", self.refills, "0 or more")
-        require(bool(self.reward_authors), "rollout.reward_authors", self.reward_authors, "one or more")
+        is_set = 0 < len(set(self.reward_authors)) == len(self.reward_authors)
+        require(is_set, "rollout.reward_authors", self.reward_authors, "one or more, each once")
         most = self.groups_per_update * (self.refills + 1)
         require(
             self.informative_groups >= 1, "rollout.informative_groups", self.informative_groups, "1 or more"
@@ -263,6 +264,13 @@ class TrainConfig:
             eval_every=self.eval.every,
             group_size=group_size,
             is_stored=self.stored is not None,
+        )
+        critic_alone = self.learner.critic.warmup_updates if self.learner.critic is not None else 0
+        require(
+            critic_alone < self.run.updates or not critic_alone,
+            "learner.critic.warmup_updates",
+            critic_alone,
+            f"fewer than run.updates, {self.run.updates}: the policy stays as it is in all of these",
         )
         if self.serving.transfer == "lora" and not self.learner.lora_rank:
             raise ConfigError(

@@ -35,16 +35,22 @@ class Evaluation:
         return {"success": self.success, "ci": [self.low, self.high], "n": self.n}
 
 
-def check_only_between(config: EvalConfig, *, has_promotions: bool) -> None:
+def check_only_between(config: EvalConfig, *, has_promotions: bool, updates: int | None = None) -> None:
     """Refuse settings of a run that evaluates neither before nor after, if it does at all.
 
     Args:
         config: The section `[eval]`.
         has_promotions: Whether candidates are judged, by the same seed and what counts as success.
+        updates: How many the run makes; None: it shares the section with others, which may make more.
 
     Raises:
         ConfigError: One was changed that has no effect there.
     """
+    if updates is not None and config.every > updates:
+        raise ConfigError(
+            f"eval.every = {config.every!r} has no effect with run.updates {updates}: the run ends before;"
+            f" choose {updates} or fewer, or leave it out"
+        )
     default = EvalConfig()
     idle = {"tasks"} if config.every else {field.name for field in fields(config)}
     if has_promotions:

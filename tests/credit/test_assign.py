@@ -172,6 +172,7 @@ def test_a_reward_that_is_too_large_to_be_squared_is_an_error_that_names_the_rol
         {"episode": "grpp"},
         {"step": "gigp"},
         {"step": "hgpo", "history": -1},
+        {"step": "hgpo", "history": 1001},
         {"filters": ("zero_sprad",)},
         {"shaping": "potental", "scores": "reward:p"},
         {"step": "turn_credit"},

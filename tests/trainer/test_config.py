@@ -222,7 +222,7 @@ OUT_OF_RANGE = [
     (CreditConfig, "gae_lambda", 1.5, "0 to 1"),
     (CreditConfig, "ddof", 2, "0 or 1"),
     (CreditConfig, "eps", -1.0, "0 or more"),
-    (CreditConfig, "history", -1, "0 or more"),
+    (CreditConfig, "history", -1, "0 to 1000"),
     (CreditConfig, "history_weight", -1.0, "0 or more"),
     (CreditConfig, "similarity", 0.4, "0.5 to 1"),
     (CreditConfig, "evidence_prior", -1.0, "0 or more"),
@@ -240,6 +240,8 @@ OUT_OF_RANGE = [
     (LearnerConfig, "betas", (0.9, 1.0), "two of 0 to below 1"),
     (LearnerConfig, "weight_decay", -1.0, "0 or more"),
     (LearnerConfig, "max_grad_norm", 0.0, "more than 0"),
+    (LearnerConfig, "lora_targets", ("q_proj", "q_proj"), "each once"),
+    (RolloutConfig, "reward_authors", ("agent", "agent"), "one or more, each once"),
     (LearnerConfig, "warmup_updates", -1, "0 or more"),
     (LearnerConfig, "decay_updates", -1, "0 or more"),
     (LearnerConfig, "objective", "ppp", f"one of {', '.join(OBJECTIVES)}"),
@@ -268,7 +270,7 @@ OUT_OF_RANGE = [
     (LearnerConfig, "workers", 0, "1 or more"),
     (LearnerConfig, "seed", -1, "0 or more"),
     (LearnerConfig, "threads", -1, "0 or more"),
-    (RolloutConfig, "reward_authors", (), "one or more"),
+    (RolloutConfig, "reward_authors", (), "one or more, each once"),
     (EvalConfig, "every", -1, "0 or more"),
     (EvalConfig, "tasks", 0, "1 or more"),
     (EvalConfig, "tasks_between", 0, "1 or more"),
@@ -611,6 +613,9 @@ def test_a_run_that_only_evaluates_in_between_refuses_what_that_needs_not():
     check_only_between(EvalConfig(), has_promotions=False)
     check_only_between(EvalConfig(every=4, tasks_between=7, success_at=0.5, seed=1), has_promotions=False)
     check_only_between(EvalConfig(success_at=0.5, seed=1), has_promotions=True)
+    check_only_between(EvalConfig(every=4), has_promotions=False, updates=4)
+    with pytest.raises(ConfigError, match=r"eval\.every = 5 has no effect with run\.updates 4"):
+        check_only_between(EvalConfig(every=5), has_promotions=False, updates=4)
     for changed in ({"tasks": 9, "every": 4}, {"tasks": 9}, {"success_at": 0.5}, {"seed": 1}):
         with pytest.raises(ConfigError, match=rf"eval\.{next(iter(changed))} = .* has no effect: a training"):
             check_only_between(EvalConfig(**changed), has_promotions=False)
@@ -674,3 +679,12 @@ def test_a_file_that_is_not_toml_or_not_there_is_one_clear_error(tmp_path):
         load_config(write(tmp_path, "[run"))
     with pytest.raises(ConfigError, match="can't be read: No such file"):
         load_config(tmp_path / "none.toml")
+
+
+def test_a_critic_that_learns_alone_to_the_end_is_refused(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(MINIMAL)
+    critic = ["credit.episode=none", "credit.step=gae", "run.updates=3"]
+    assert load_config(file, [*critic, "learner.critic={warmup_updates=2}"]).learner.critic is not None
+    with pytest.raises(ConfigError, match=r"learner\.critic\.warmup_updates is 3, expected fewer than run\."):
+        load_config(file, [*critic, "learner.critic={warmup_updates=3}"])

@@ -188,6 +188,7 @@ class LearnerConfig:
             ("max_grad_norm", self.max_grad_norm > 0, "more than 0"),
             ("warmup_updates", self.warmup_updates >= 0, "0 or more"),
             ("decay_updates", self.decay_updates >= 0, "0 or more"),
+            ("lora_targets", len(set(self.lora_targets)) == len(self.lora_targets), "each once"),
             (
                 "clip_low",
                 self.clip_low is None or 0 < self.clip_low < 1 or (clip and self.clip_low == clip[0]),

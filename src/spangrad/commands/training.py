@@ -72,7 +72,9 @@ def train(
     if stage is not None:
         raise ConfigError(f"--stage {stage!r} has no effect: {str(config)!r} has no [[stage]]; leave it out")
     settings = load_config(config, changes or [])
-    check_only_between(settings.eval, has_promotions=bool(settings.promotion.every))
+    check_only_between(
+        settings.eval, has_promotions=bool(settings.promotion.every), updates=settings.run.updates
+    )
     from spangrad.trainer.loop import train as run_training
     from spangrad.trainer.reporting.report import LiveTable
 
