@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spangrad.credit.estimators import Batch
 from spangrad.credit.gigpo import NO_ANCHOR
 from spangrad.credit.groups import Ints, labels
 from spangrad.credit.returns import returns_to_go, sums_to_go
 from spangrad.credit.similar import similar_anchors
+from spangrad.credit.terms import Batch
 from spangrad.credit.types import Step, Trajectory
 
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spangrad.credit.batch import batch_of
-from spangrad.credit.estimators import BOTH_TERMS, EPISODE_TERMS, STEP_TERMS, Batch, components
+from spangrad.credit.estimators import BOTH_TERMS, EPISODE_TERMS, STEP_TERMS, components
 from spangrad.credit.filters import Bools
 from spangrad.credit.gigpo import NO_ANCHOR
 from spangrad.credit.groups import Floats, pool_statistics
 from spangrad.credit.scoring import with_potentials
+from spangrad.credit.terms import Batch
 from spangrad.credit.types import Trajectory
 
 if TYPE_CHECKING:

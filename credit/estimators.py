@@ -5,8 +5,7 @@ An episode term compares whole rollouts, a step term steps. Knows arrays only.
 Shape letters: N rollouts with a reward, S their steps.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -30,96 +29,14 @@ from spangrad.credit.rloo import rloo
 from spangrad.credit.roles import role_advantages
 from spangrad.credit.running import baseline_advantages
 from spangrad.credit.state_actions import NO_ACTION, state_action_advantages
+from spangrad.credit.terms import Batch, BothTerms, EpisodeTerm, StepTerm
 from spangrad.credit.tree_terms import tree_edges, tree_grpo, tree_rl
 from spangrad.credit.turns import leave_one_out_to_go, mt_grpo, per_turn_index, turn_credit
-from spangrad.credit.types import Trajectory
 from spangrad.credit.values import gae, value_baseline
 from spangrad.errors import CreditError
 
 if TYPE_CHECKING:
     from spangrad.credit.credit_config import CreditConfig
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """What estimators see."""
-
-    trajectories: Sequence[Trajectory]
-    """The rollouts themselves, for terms that need more than what is below."""
-    returns_N: Floats
-    """Undiscounted return."""
-    group_ids_N: Ints
-    tokens_N: Ints
-    """Sampled tokens; -1 where a step does not know its own."""
-    step_returns_S: Floats
-    """Return from the step on, discounted."""
-    undiscounted_S: Floats
-    """The same without a discount."""
-    rollout_index_S: Ints
-    """Rollout of the step; a rollout's steps stand together, in order."""
-    step_index_S: Ints
-    """0, 1, 2, ... in its rollout."""
-    anchor_ids_S: Ints
-    """State that the step began in; `NO_ANCHOR`: not known."""
-    exact_anchor_ids_S: Ints
-    """The same where only equal observations are one state."""
-    rewards_S: Floats
-    """Reward of the step, in the last one with the outcome."""
-    baselines_N: Floats
-    """Return that was to be expected; NaN: not known."""
-    values_S: Floats
-    """What a critic expected before the step; NaN: not known."""
-    bootstraps_N: Floats
-    """What it expected behind the last step of a rollout that was cut off; 0 where it ended."""
-
-    @property
-    def group_ids_S(self) -> Ints:
-        """Group of each step's rollout."""
-        return self.group_ids_N[self.rollout_index_S]
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeTerm:
-    """A term for whole rollouts."""
-
-    estimate: Callable[[Batch, "CreditConfig"], Floats]
-    """-> advantages, shape (N,), or (S,) if it says something about each step."""
-    settings: frozenset[str] = frozenset()
-    """Settings of `CreditConfig` that change it."""
-    is_per_step: bool = False
-    counts_lone: bool = False
-    """As in `StepTerm`; `grpo` does where `singleton` is 'raw'."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepTerm:
-    """A term for steps."""
-
-    estimate: Callable[[Batch, "CreditConfig"], Floats]
-    """-> advantages, shape (S,)."""
-    pool: Callable[[Batch], Ints] | None
-    """Which steps are compared with each other, shape (S,); `NO_ANCHOR`: with none. None: what is not 0 says
-    something: nothing is discounted, so that equal rewards give zeros, or it is no comparison of rewards."""
-    settings: frozenset[str] = frozenset()
-    """Settings of `CreditConfig` that change it, beside `step_weight`."""
-    counts_lone: bool = False
-    """Whether a rollout alone in its group says something: it branches, the whole batch is compared, or it is
-    held against a critic or scores."""
-    counts_rewards: bool = True
-    """Whether it counts rewards; else scores alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class BothTerms:
-    """A step term that comes with its own episode term and needs episode `grpo` to stand for it."""
-
-    estimate: Callable[[Batch, "CreditConfig", float], Floats]
-    """(batch, config, step weight) -> advantages, shape (S,)."""
-    pool: Callable[[Batch], Ints] | None
-    """As in `StepTerm`."""
-    settings: frozenset[str]
-    """Settings of `CreditConfig` that change it."""
-    counts_lone: bool = False
 
 
 def _by_anchor(batch: Batch) -> Ints:
@@ -197,8 +114,7 @@ def _per_turn_index(batch: Batch, config: "CreditConfig") -> Floats:
         ddof=config.ddof,
         eps=config.eps,
     )
-    lengths_N = np.bincount(batch.rollout_index_S, minlength=len(batch.returns_N))
-    return returns_to_go(normalized_S, lengths_N.astype(np.int64), 1.0)
+    return returns_to_go(normalized_S, batch.lengths_N, 1.0)
 
 
 def _turn_credit(batch: Batch, config: "CreditConfig") -> Floats:

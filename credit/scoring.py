@@ -22,10 +22,10 @@ import numpy as np
 
 from spangrad.adapters.model_call import ModelCall
 from spangrad.adapters.scoring.values import as_number
-from spangrad.credit.estimators import Batch
 from spangrad.credit.groups import Floats
 from spangrad.credit.returns import returns_to_go
 from spangrad.credit.shaping import CycleTest, farming_gain, potential_based
+from spangrad.credit.terms import Batch
 from spangrad.credit.types import Trajectory
 from spangrad.errors import ConfigError, CreditError
 from spangrad.store.records import Rollout

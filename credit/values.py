@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spangrad.credit.gae import gae_trajectories
-from spangrad.credit.groups import Floats, Ints
+from spangrad.credit.groups import Floats
 from spangrad.credit.running import baseline_advantages
 from spangrad.credit.types import Trajectory
 from spangrad.errors import CreditError
 
 if TYPE_CHECKING:
     from spangrad.credit.credit_config import CreditConfig
-    from spangrad.credit.estimators import Batch
+    from spangrad.credit.terms import Batch
 
 
 def require_values(trajectories: Sequence[Trajectory], config: "CreditConfig") -> None:
@@ -67,7 +67,7 @@ def value_baseline(batch: "Batch") -> Floats:
 
     Not biased, whatever the values are, where rollouts end by themselves. Without steps: 0.
     """
-    lengths_N = _lengths(batch)
+    lengths_N = batch.lengths_N
     expected_N = np.full(len(lengths_N), np.nan)
     has_steps_N = lengths_N > 0
     expected_N[has_steps_N] = batch.values_S[(np.cumsum(lengths_N) - lengths_N)[has_steps_N]]
@@ -90,9 +90,5 @@ def value_targets(batch: "Batch", config: "CreditConfig") -> Floats:
 
 def _gae(batch: "Batch", *, gamma: float, lam: float) -> Floats:
     return gae_trajectories(
-        batch.rewards_S, batch.values_S, batch.bootstraps_N, _lengths(batch), gamma=gamma, lam=lam
+        batch.rewards_S, batch.values_S, batch.bootstraps_N, batch.lengths_N, gamma=gamma, lam=lam
     )
-
-
-def _lengths(batch: "Batch") -> Ints:
-    return np.bincount(batch.rollout_index_S, minlength=len(batch.returns_N)).astype(np.int64)
