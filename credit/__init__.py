@@ -10,6 +10,7 @@ from spangrad.credit.gdpo import gdpo
 from spangrad.credit.gigpo import gigpo, gigpo_as_published, step_advantages
 from spangrad.credit.grpo import dr_grpo, group_advantages, grpo
 from spangrad.credit.hgpo import hgpo, hgpo_as_published
+from spangrad.credit.igpo import igpo, igpo_as_published
 from spangrad.credit.information_gain import answer_potentials, information_gains
 from spangrad.credit.labels import best, labelled
 from spangrad.credit.maxrl import maxrl
@@ -73,6 +74,8 @@ __all__ = [
     "grpo",
     "hgpo",
     "hgpo_as_published",
+    "igpo",
+    "igpo_as_published",
     "information_gains",
     "informative",
     "labelled",

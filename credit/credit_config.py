@@ -46,6 +46,8 @@ StepName = Literal[
     "gae",
     "mt_grpo",
     "per_turn_index_biased",
+    "igpo",
+    "igpo_as_published",
     "reinforce_pp",
     "turn_credit",
     "tree_edges",
@@ -78,7 +80,9 @@ class CreditConfig:
     `rtmc` compares actions of a state; `tree_edges` and `treerl` need rollouts that branch; `turn_credit`
     spreads changes of `scores` over the steps before; `reinforce_pp` whitens over the tokens of the batch,
     whatever the groups; `gae` compares a step with what a critic expected before and behind it
-    (`learner.critic`), with episode `none` it is PPO over steps; `per_turn_index_biased` is there to compare
+    (`learner.critic`), with episode `none` it is PPO over steps; `igpo` puts the rewards of all steps of a
+    group on one scale and sums what follows: with `shaping` `score_gain` and episode `none` it is IGPO, and
+    `igpo_as_published` passes over rewards of 0 as its code does; `per_turn_index_biased` is there to compare
     with. A group of equal rewards gets zero from all of them, but for what scores and values say."""
     step_weight: float = 1.0
     """lambda: weight of the step term; 0 or more."""

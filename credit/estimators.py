@@ -16,6 +16,7 @@ from spangrad.credit.gigpo import NO_ANCHOR, gigpo_as_published, pool_ids, step_
 from spangrad.credit.groups import Floats, Ints, labels
 from spangrad.credit.grpo import group_advantages
 from spangrad.credit.hgpo import hgpo, hgpo_as_published
+from spangrad.credit.igpo import igpo, igpo_as_published
 from spangrad.credit.maxrl import maxrl
 from spangrad.credit.opo import opo
 from spangrad.credit.pass_at_k import best_of_group
@@ -261,6 +262,25 @@ STEP_TERMS: Final[Mapping[str, StepTerm]] = {
         _per_turn_index,
         _by_index,
         frozenset({"scale_by_std", "ddof", "eps"}),
+    ),
+    "igpo": StepTerm(
+        lambda batch, config: igpo(
+            batch.rewards_S,
+            batch.lengths_N,
+            batch.group_ids_N,
+            gamma=config.gamma,
+            ddof=config.ddof,
+            eps=config.eps,
+        ),
+        _by_index,
+        frozenset({"gamma", "ddof", "eps"}),
+    ),
+    "igpo_as_published": StepTerm(
+        lambda batch, config: igpo_as_published(
+            batch.rewards_S, batch.lengths_N, batch.group_ids_N, gamma=config.gamma
+        ),
+        _by_index,
+        frozenset({"gamma"}),
     ),
     "turn_credit": StepTerm(
         _turn_credit, None, frozenset({"gamma", "scores"}), counts_lone=True, counts_rewards=False

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 BY_REWARD: Final = "reward:"
 NEW_OBJECTIVES: Final = ("score_gain", "terms")
+_NO_RETURNS: Final = ("turn_credit", "igpo", "igpo_as_published")
+"""Step terms whose `gamma` is of something else than the returns of steps."""
 Score = Callable[[Rollout, Sequence[ModelCall], Mapping[str, float]], Sequence[float | None]]
 """(rollout, acting calls, call_id -> reward of the named kind) -> scores."""
 
@@ -186,7 +188,7 @@ def check_shaping(config: "CreditConfig", used: frozenset[str]) -> None:
             "shaping 'potential' adds nothing to step 'gae', whose critic learns what the potential says;"
             " choose another step term"
         )
-    if config.shaping == "potential" and ("gamma" not in used or config.step == "turn_credit"):
+    if config.shaping == "potential" and ("gamma" not in used or config.step in _NO_RETURNS):
         raise ConfigError(
             "shaping 'potential' changes returns of steps alone, and no term uses them; choose a step term"
             " that does, 'leave_one_out_to_go' for one"

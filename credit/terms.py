@@ -82,7 +82,8 @@ class StepTerm:
     """-> advantages, shape (S,)."""
     pool: Callable[[Batch], Ints] | None
     """Which steps are compared with each other, shape (S,); `NO_ANCHOR`: with none. None: what is not 0 says
-    something: nothing is discounted, so that equal rewards give zeros, or it is no comparison of rewards."""
+    something: nothing is discounted, so that equal rewards give zeros, or it is no comparison of rewards.
+    `igpo` also compares steps of one rollout, which says nothing where rollouts do not differ: by number."""
     settings: frozenset[str] = frozenset()
     """Settings of `CreditConfig` that change it, beside `step_weight`."""
     counts_lone: bool = False

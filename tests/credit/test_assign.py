@@ -401,7 +401,7 @@ SHAPED: list[tuple[str, str]] = [
     (shaping, step)
     for shaping, steps in (
         ("potential", ("gigpo", "hgpo", "rtmc", "leave_one_out_to_go", "reinforce_pp")),
-        ("score_gain", ("none", "gigpo", "treerl", "per_turn_index_biased")),
+        ("score_gain", ("none", "gigpo", "treerl", "per_turn_index_biased", "igpo", "igpo_as_published")),
     )
     for step in steps
 ]

@@ -182,6 +182,56 @@ def leave_one_out_to_go(returns: Sequence[Sequence[float]], groups: Sequence[obj
     return result
 
 
+def igpo(
+    rewards: Sequence[Sequence[float]],
+    groups: Sequence[object],
+    *,
+    gamma: float,
+    outcomes_apart: bool,
+    ddof: int,
+    eps: float,
+) -> list[list[float]]:
+    """arXiv:2510.14967: A_t = sum over u >= t of gamma^(u - t) r~_u, r~ normalised over all of the group."""
+    normalized = []
+    for row, group in zip(rewards, groups, strict=True):
+        own = [other for other, its_group in zip(rewards, groups, strict=True) if its_group == group]
+        normalized.append([])
+        for t, reward in enumerate(row):
+            pool = [
+                value
+                for other in own
+                for u, value in enumerate(other)
+                if not outcomes_apart or (u == len(other) - 1) == (t == len(row) - 1)
+            ]
+            is_equal = max(pool) == min(pool)
+            normalized[-1].append(0.0 if is_equal else (reward - mean(pool)) / (std(pool, ddof) + eps))
+    return [discounted_returns(row, gamma) for row in normalized]
+
+
+def igpo_as_published(
+    rewards: Sequence[Sequence[float]], groups: Sequence[object], *, gamma: float, outcomes_apart: bool
+) -> list[list[float]]:
+    """The loops of its code: turns are found by rewards that are not 0, and paint the tokens before them."""
+    advantages = []
+    for row, group in zip(rewards, groups, strict=True):
+        own = [other for other, its_group in zip(rewards, groups, strict=True) if its_group == group]
+        gains = [value for other in own for value in other[:-1] if value != 0]
+        outcomes = [other[-1] for other in own]
+        painted = [0.0] * len(row)
+        following = 0.0
+        for t in reversed(range(len(row))):
+            is_outcome = t == len(row) - 1
+            if row[t] == 0 and not is_outcome:
+                painted[t] = following
+                continue
+            pool = (outcomes if is_outcome else gains) if outcomes_apart else gains + outcomes
+            deviation = math.sqrt(std(pool, 0) ** 2 + 1e-8) if len(pool) > 1 else 1.0
+            following = (row[t] - mean(pool)) / (deviation + 1e-6) + gamma * following
+            painted[t] = following
+        advantages.append(painted)
+    return advantages
+
+
 def turn_credit(scores: Sequence[float], gamma: float, before: float | None = None) -> list[float]:
     """Every change spread over its turn and the ones before."""
     credit = [0.0] * len(scores)
