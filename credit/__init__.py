@@ -37,7 +37,7 @@ from spangrad.credit.transitions import (
     trajectory_of,
     transitions,
 )
-from spangrad.credit.trees import edge_advantages, node_values, tree_grpo, treerl
+from spangrad.credit.trees import edge_advantages, node_values, tree_grpo, tree_grpo_as_published, treerl
 from spangrad.credit.turns import leave_one_out_to_go, mt_grpo, per_turn_index, turn_credit
 from spangrad.credit.types import Step, Trajectory
 
@@ -105,6 +105,7 @@ __all__ = [
     "trajectory_of",
     "transitions",
     "tree_grpo",
+    "tree_grpo_as_published",
     "treerl",
     "turn_credit",
     "weigh",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spangrad.credit.batch import batch_of
-from spangrad.credit.estimators import BOTH_TERMS, EPISODE_TERMS, STEP_TERMS, components
+from spangrad.credit.estimators import BOTH_TERMS, EPISODE_TERMS, OF_BRANCHES, STEP_TERMS, components
 from spangrad.credit.filters import Bools
 from spangrad.credit.gigpo import NO_ANCHOR
 from spangrad.credit.groups import Floats, pool_statistics
@@ -64,8 +64,8 @@ def is_informative(batch: Batch, config: "CreditConfig", step_S: Floats) -> Bool
     if config.episode == "gdpo":
         for returns_N in components(batch, config):
             differs_N |= pool_statistics(returns_N, batch.group_ids_N, ddof=0).std_X > 0
-    if config.episode == "tree_grpo":  # branches of rollouts whose returns are equal, or of a single one
-        leaves_S = EPISODE_TERMS[config.episode].estimate(batch, config) != 0.0
+    if config.episode in OF_BRANCHES:  # of rollouts whose returns are equal, or of a single one
+        leaves_S = EPISODE_TERMS["tree_grpo"].estimate(batch, config) != 0.0
         differs_N |= np.isin(batch.group_ids_N, batch.group_ids_S[leaves_S])
     if config.step == "none" or not config.step_weight:
         return differs_N

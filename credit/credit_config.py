@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 
-from spangrad.credit.estimators import BOTH_TERMS, EPISODE_TERMS, STEP_TERMS
+from spangrad.credit.estimators import BOTH_TERMS, EPISODE_TERMS, OF_BRANCHES, STEP_TERMS
 from spangrad.credit.filtering import (
     MISSING_SCORE,
     MISSING_VALUE,
@@ -31,6 +31,7 @@ Episode = Literal[
     "gdpo",
     "grpo_per_role",
     "tree_grpo",
+    "tree_grpo_as_published",
     "running_baseline",
     "value_baseline",
     "none",
@@ -69,9 +70,10 @@ class CreditConfig:
     episode: Episode = "grpo"
     """Term that compares whole rollouts of a group. `opo` and `reinforce_pp_baseline_as_published` need to
     know how many tokens each call sampled, `grpo_per_role` the agents' names, `tree_grpo` rollouts that
-    branch; `gdpo` scales each reward of `reward_weights` in its group before they are added;
-    `running_baseline` compares with earlier rollouts of the same kind, `value_baseline` with what a critic
-    expected (`learner.critic`), for tasks that are run once, as in production."""
+    branch (`tree_grpo_as_published` keeps raw returns of single leaves, as its code does); `gdpo` scales each
+    reward of `reward_weights` in its group before they are added; `running_baseline` compares with earlier
+    rollouts of the same kind, `value_baseline` with what a critic expected (`learner.critic`), for tasks that
+    are run once, as in production."""
     step: StepName = "none"
     """Term that compares steps: from the same state (`gigpo`), from the same last states (`hgpo`), or with
     what the others still earn from that step on (`leave_one_out_to_go`). `gigpo_as_published` also takes the
@@ -318,4 +320,4 @@ class CreditConfig:
     @property
     def needs_branches(self) -> bool:
         """Whether a term wants to know which rollouts go on from calls of others."""
-        return self.episode == "tree_grpo" or self.step in ("tree_edges", "treerl")
+        return self.episode in OF_BRANCHES or self.step in ("tree_edges", "treerl")

@@ -31,7 +31,7 @@ from spangrad.credit.roles import role_advantages
 from spangrad.credit.running import baseline_advantages
 from spangrad.credit.state_actions import NO_ACTION, state_action_advantages
 from spangrad.credit.terms import Batch, BothTerms, EpisodeTerm, StepTerm
-from spangrad.credit.tree_terms import tree_edges, tree_grpo, tree_rl
+from spangrad.credit.tree_terms import tree_edges, tree_grpo, tree_grpo_as_published, tree_rl
 from spangrad.credit.turns import leave_one_out_to_go, mt_grpo, per_turn_index, turn_credit
 from spangrad.credit.values import gae, value_baseline
 from spangrad.errors import CreditError
@@ -237,7 +237,16 @@ EPISODE_TERMS: Final[Mapping[str, EpisodeTerm]] = {
         is_per_step=True,
         counts_lone=True,
     ),
+    "tree_grpo_as_published": EpisodeTerm(
+        lambda batch, config: tree_grpo_as_published(batch.trajectories, batch.group_ids_N, eps=config.eps),
+        frozenset({"eps"}),
+        is_per_step=True,
+        counts_lone=True,
+    ),
 }
+
+OF_BRANCHES: Final = ("tree_grpo", "tree_grpo_as_published")
+"""Episode terms that compare the branches of rollouts."""
 
 _ANCHORS: Final = frozenset({"anchors", "similarity", "evidence_prior"})
 

@@ -9,7 +9,7 @@ filters among them, which leave it out as a whole; each other setting that was c
 from dataclasses import fields
 from typing import TYPE_CHECKING, Final
 
-from spangrad.credit.estimators import EPISODE_TERMS, STEP_TERMS
+from spangrad.credit.estimators import EPISODE_TERMS, OF_BRANCHES, STEP_TERMS
 from spangrad.credit.filtering import OVERLONG_SETTINGS, leaves_out_lone
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def _working(config: "CreditConfig") -> frozenset[str]:
         used |= EPISODE_TERMS[config.episode].settings
     if config.step in STEP_TERMS and STEP_TERMS[config.step].counts_lone:
         used |= STEP_TERMS[config.step].settings | {"step", "step_weight"}
-    if not leaves_out_lone(config.filters, counts_lone=bool({"tree_grpo", config.step} & set(terms))):
+    if not leaves_out_lone(config.filters, counts_lone=bool({*OF_BRANCHES, config.step} & set(terms))):
         used |= {"filters"}
     if config.overlong == "mask" or not set(terms) <= set(_NO_OUTCOMES):
         used |= OVERLONG_SETTINGS[config.overlong] | {"overlong"}

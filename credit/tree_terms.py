@@ -12,7 +12,7 @@ import numpy as np
 
 from spangrad.credit import trees
 from spangrad.credit.branches import Branches, branches
-from spangrad.credit.groups import Floats, Ints
+from spangrad.credit.groups import Floats, Ints, pool_statistics
 from spangrad.credit.types import Trajectory
 
 
@@ -40,15 +40,32 @@ def tree_grpo(trajectories: Sequence[Trajectory], group_ids_N: Ints, *, ddof: in
     Returns shape (S,), no unit.
     """
     found = branches(trajectories, group_ids_N)
+    return _shared(found, trees.tree_grpo(*_leaves(found), ddof=ddof, eps=eps))
+
+
+def tree_grpo_as_published(trajectories: Sequence[Trajectory], group_ids_N: Ints, *, eps: float) -> Floats:
+    """Tree-GRPO as its code has it, `trees.tree_grpo_as_published` in the form of a sum.
+
+    A group of several leaves that all return the same gets zeros, also in trees of one leaf, which keep
+    their raw return elsewhere. Arguments and result as in `tree_grpo`.
+    """
+    found = branches(trajectories, group_ids_N)
+    returns_L, tree_ids_L, group_ids_L = _leaves(found)
+    groups = pool_statistics(returns_L, group_ids_L, ddof=0)
+    advantages_L = trees.tree_grpo_as_published(returns_L, tree_ids_L, group_ids_L, eps=eps)
+    return _shared(found, np.where((groups.std_X > 0) | (groups.count_X == 1), advantages_L, 0.0))
+
+
+def _leaves(found: Branches) -> tuple[Floats, Ints, Ints]:
+    """Return, tree and group of each leaf."""
     is_leaf_V = ~np.isnan(found.returns_V)
-    advantages_V = np.full(len(is_leaf_V), np.nan)
-    advantages_V[is_leaf_V] = trees.tree_grpo(
-        found.returns_V[is_leaf_V],
-        found.tree_ids_V[is_leaf_V],
-        found.group_ids_V[is_leaf_V],
-        ddof=ddof,
-        eps=eps,
-    )
+    return found.returns_V[is_leaf_V], found.tree_ids_V[is_leaf_V], found.group_ids_V[is_leaf_V]
+
+
+def _shared(found: Branches, advantages_L: Floats) -> Floats:
+    """To each step the mean of the leaves behind it."""
+    advantages_V = np.full(len(found.returns_V), np.nan)
+    advantages_V[~np.isnan(found.returns_V)] = advantages_L
     shared_V: Floats = trees.node_values(found.parents_V, advantages_V).value_V
     shared_S: Floats = shared_V[found.node_of_S]
     return shared_S

@@ -6,6 +6,7 @@ Shape letters: V nodes of all trees, L leaves.
 """
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from spangrad.credit.grpo import group_advantages
 from spangrad.errors import CreditError
 
 NO_PARENT = -1
+TreeForm = Literal["sum", "inner", "nested"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,8 +116,7 @@ def tree_grpo(
 
         A = (R - mean_tree) / (std_tree + eps) + (R - mean_group) / (std_group + eps)
 
-    Source: Tree-GRPO, arXiv:2509.21240. Its code also has a nested form that normalises over the group first
-    and over the tree then; the first has no effect there.
+    Source: Tree-GRPO, arXiv:2509.21240. Its code has other forms, too: `tree_grpo_as_published`.
 
     Args:
         returns_L: Return of each leaf, finite.
@@ -132,6 +133,52 @@ def tree_grpo(
     """
     inside_L = group_advantages(returns_L, tree_ids_L, scale_by_std=True, ddof=ddof, eps=eps)
     return inside_L + group_advantages(returns_L, group_ids_L, scale_by_std=True, ddof=ddof, eps=eps)
+
+
+def tree_grpo_as_published(
+    returns_L: Floats,
+    tree_ids_L: Ints,
+    group_ids_L: Ints,
+    *,
+    form: TreeForm = "sum",
+    eps: float = 1e-6,
+) -> Floats:
+    """Tree-GRPO as its published code computes it, to compare with results obtained by it.
+
+        sum:     A = norm_tree(R) + norm_group(R)
+        inner:   A = norm_tree(R)
+        nested:  A = norm_tree(norm_group(R))
+        norm(x) = (x - mean) / (std + eps); of a single leaf: x itself
+
+    Source: github.com/AMAP-ML/Tree-GRPO, its estimators `tree`, `tree_inner` and `tree_2norm`. Differs from
+    the paper: (a) sample standard deviation (ddof 1); (b) a tree of one leaf, and a group of one, keeps its
+    raw return. Where every tree has two leaves or more, `nested` is `inner` up to eps: the tree takes off the
+    group's mean and scale again.
+
+    Args:
+        returns_L: As in `tree_grpo`, and so are the trees and groups.
+        tree_ids_L: Tree of each leaf.
+        group_ids_L: Task of each leaf's tree.
+        form: Which of its estimators.
+        eps: Added to standard deviations.
+
+    Returns:
+        Advantages, shape (L,), float64. Equal returns of a tree or group of several leaves give zeros there.
+
+    Raises:
+        CreditError: Shapes differ, a return is not finite, or there is no such form.
+    """
+
+    def norm(values_L: Floats, labels_L: Ints) -> Floats:
+        return group_advantages(values_L, labels_L, scale_by_std=True, ddof=1, eps=eps, singleton="raw")
+
+    if form == "sum":
+        return norm(returns_L, tree_ids_L) + norm(returns_L, group_ids_L)
+    if form == "inner":
+        return norm(returns_L, tree_ids_L)
+    if form == "nested":
+        return norm(norm(returns_L, group_ids_L), tree_ids_L)
+    raise CreditError(f"form is {form!r}; expected one of {', '.join(get_args(TreeForm))}")
 
 
 def root_of(parents_V: Ints) -> Ints:

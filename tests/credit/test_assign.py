@@ -495,7 +495,7 @@ def test_terms_that_need_lengths_say_so():
             assign(batch, CreditConfig(episode=episode))
 
 
-TREES = {"tree_grpo", "tree_edges", "treerl"}
+TREES = {"tree_grpo", "tree_grpo_as_published", "tree_edges", "treerl"}
 anchors_of_groups = st.lists(st.lists(st.text("abc-", max_size=5), min_size=2, max_size=5), max_size=4)
 credits = st.sampled_from([terms for terms in TERMS if terms["step"] != "gae"])
 """Those that compare rewards with each other; `gae` holds them against values."""

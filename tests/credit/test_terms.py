@@ -212,7 +212,15 @@ def test_a_branch_inside_a_rollout_ends_in_a_leaf_with_what_was_given_on_its_way
     assert found == [0.0, 0.5, -0.5]
 
 
-@pytest.mark.parametrize("terms", [{"episode": "tree_grpo"}, {"step": "tree_edges"}, {"step": "treerl"}])
+TREE_TERMS = [
+    {"episode": "tree_grpo"},
+    {"episode": "tree_grpo_as_published"},
+    {"step": "tree_edges"},
+    {"step": "treerl"},
+]
+
+
+@pytest.mark.parametrize("terms", TREE_TERMS)
 def test_without_branches_there_is_no_tree(terms):
     with pytest.raises(CreditError, match="none branches: there is no tree; choose terms"):
         assign([rollout("a", 1.0, {}, {}), rollout("b", 0.0, {"parent": "gone"})], CreditConfig(**terms))
@@ -221,7 +229,7 @@ def test_without_branches_there_is_no_tree(terms):
         assign(circle, CreditConfig(**terms))
 
 
-@pytest.mark.parametrize("terms", [{"episode": "tree_grpo"}, {"step": "tree_edges"}, {"step": "treerl"}])
+@pytest.mark.parametrize("terms", TREE_TERMS)
 @pytest.mark.parametrize("left_out_by", [{"filters": ("zero_spread",)}, {"overlong": "mask"}])
 def test_where_what_branches_is_left_out_the_others_are_compared(terms, left_out_by):
     flat = [rollout("a", 1.0, {}, {}, group="flat"), rollout("b", 0.0, {}, group="flat")]

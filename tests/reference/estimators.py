@@ -243,6 +243,25 @@ def turn_credit(scores: Sequence[float], gamma: float, before: float | None = No
     return credit
 
 
+def tree_grpo_as_published(
+    returns: Sequence[float], trees: Sequence[object], groups: Sequence[object], form: str
+) -> list[float]:
+    """Its code: ddof 1, eps 1e-6, and mean 0 and standard deviation 1 for a single leaf."""
+
+    def normalized(values: Sequence[float], labels: Sequence[object]) -> list[float]:
+        result = []
+        for value, label in zip(values, labels, strict=True):
+            pool = [other for other, its_label in zip(values, labels, strict=True) if its_label == label]
+            middle, deviation = (mean(pool), std(pool, 1)) if len(pool) > 1 else (0.0, 1.0)
+            result.append((value - middle) / (deviation + 1e-6))
+        return result
+
+    inner, inter = normalized(returns, trees), normalized(returns, groups)
+    if form == "nested":
+        return normalized(inter, trees)
+    return inner if form == "inner" else [a + b for a, b in zip(inner, inter, strict=True)]
+
+
 def leaves_below(parents: Sequence[int], node: int) -> list[int]:
     """Leaves below a node, itself if it is one."""
     children = [child for child, parent in enumerate(parents) if parent == node]
