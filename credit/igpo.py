@@ -91,7 +91,8 @@ def igpo_as_published(
     counted_N = np.bincount(rollout_K, minlength=len(lengths_N)).astype(np.int64)
     advantages_K = returns_to_go(normalized_K, counted_N, gamma)
     following_S = np.cumsum(counts_S) - counts_S  # its own place in K, or that of the next one that counts
-    return advantages_K[following_S]
+    advantages_S: Floats = advantages_K[following_S]
+    return advantages_S
 
 
 def _pools(

@@ -17,7 +17,7 @@ from spangrad.errors import ConfigError, CreditError
 from tests.credit.test_estimators import floats, ints
 from tests.reference import estimators as reference
 
-BOTH = [igpo, igpo_as_published]
+BOTH: list[Any] = [igpo, igpo_as_published]
 rewards = st.lists(st.sampled_from([0.0, 1.0, -0.5, 0.25]), min_size=1, max_size=6)
 grouped = st.lists(st.tuples(st.integers(0, 2), rewards), min_size=1, max_size=6)
 gammas = st.sampled_from([0.0, 0.5, 1.0])
@@ -119,7 +119,8 @@ def test_neither_order_nor_rollouts_of_other_groups_matter(rollouts, others, gam
 @pytest.mark.parametrize("apart", [False, True])
 def test_equal_rewards_and_a_single_turn_say_nothing(estimate, apart):
     nearly = [[0.1 + 0.2, 0.3], [0.3]]  # 0.30000000000000004 and 0.3
-    for rows in (nearly, [[0.0, 0.0], [0.0]], [[0.5]], [[]]):
+    silent: list[list[list[float]]] = [nearly, [[0.0, 0.0], [0.0]], [[0.5]], [[]]]
+    for rows in silent:
         groups = [0] * len(rows)
         settings = {"gamma": 0.9, "outcomes_apart": apart, "eps": 0.0}
         if estimate is igpo_as_published:
@@ -130,7 +131,7 @@ def test_equal_rewards_and_a_single_turn_say_nothing(estimate, apart):
 
 @pytest.mark.parametrize("estimate", BOTH)
 def test_rollouts_of_no_one_and_a_thousand_steps_are_taken(estimate):
-    rows = [[], [1.0], [0.001 * t for t in range(1, 1001)]]
+    rows: list[list[float]] = [[], [1.0], [0.001 * t for t in range(1, 1001)]]
     advantages = found(estimate, rows, [0, 0, 0], gamma=1.0)
     mean, std = np.mean([1.0, *rows[2]]), np.std([1.0, *rows[2]])
     assert_allclose(advantages[1], [(1.0 - mean) / std], rtol=1e-4)

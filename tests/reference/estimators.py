@@ -192,7 +192,7 @@ def igpo(
     eps: float,
 ) -> list[list[float]]:
     """arXiv:2510.14967: A_t = sum over u >= t of gamma^(u - t) r~_u, r~ normalised over all of the group."""
-    normalized = []
+    normalized: list[list[float]] = []
     for row, group in zip(rewards, groups, strict=True):
         own = [other for other, its_group in zip(rewards, groups, strict=True) if its_group == group]
         normalized.append([])

@@ -32,6 +32,8 @@ class Mdp:
     starts: Sequence[int] = (0,)
     """One task each, drawn evenly; all rollouts of a group are of one."""
     horizon: int = 8
+    texts: Sequence[str] = ()
+    """What the agent sees in each state, where states can be compared by it."""
     branches: int = 1
     """Of two steps: so many second ones go on from each first one."""
 
@@ -188,7 +190,19 @@ def grid() -> Mdp:
         outcomes.append(of_state)
     logits = np.tile([0.6, 0.6, 0.0, 0.0], (18, 1))
     what = "3x3 cells, a goal, a pit, a coin that pays once; states are seen again"
-    return _mdp("grid", what, outcomes, logits)
+    texts = [
+        f"{_cell(row, column)} The coin {('lies in its corner', 'is in your bag')[has_coin]}."
+        for has_coin, row, column in product((0, 1), range(3), range(3))
+    ]
+    return _mdp("grid", what, outcomes, logits, texts=texts)
+
+
+def _cell(row: int, column: int) -> str:
+    """Cells of one row or column differ in one character, which is similar; others in two, which is not."""
+    return (
+        f"You stand on a board of square fields, in row {row}, column {column}, and may go down, right, up"
+        " or left by one field."
+    )
 
 
 LAKE = "SFFFFHFHFFFHHFFG"
@@ -214,7 +228,8 @@ def lake() -> Mdp:
     for _ in range(100):
         best_X = _action_values(plain, 0.9 * best_X).max(axis=1)
     logits = 8.0 * _action_values(plain, 0.9 * best_X)
-    return _mdp("lake", what, outcomes, logits, horizon=16)
+    texts = [_cell(row, column) for row, column in product(range(4), range(4))]
+    return _mdp("lake", what, outcomes, logits, horizon=16, texts=texts)
 
 
 def stop_or_continue() -> Mdp:

@@ -195,7 +195,14 @@ def draw(mdp: Mdp, groups: int, seed: int) -> Data:
         reward = None if is_last or is_outcome else float(sampled.rewards_RT[rollout, t])
         if (step := known.get((t, state, action, reward))) is None:
             step = Step(
-                str(t), t, f"state {state}", reward, tokens=1, role="agent", action=f"action {action}"
+                call_id=str(t),
+                step_index=t,
+                anchor=f"state {state}",
+                reward=reward,
+                tokens=1,
+                observation=mdp.texts[state] if mdp.texts else None,
+                role="agent",
+                action=f"action {action}",
             )
             known[t, state, action, reward] = step
         steps[rollout].append(step)
@@ -228,7 +235,8 @@ def draw(mdp: Mdp, groups: int, seed: int) -> Data:
 def composable() -> dict[str, CreditConfig]:
     """Every pair of terms that `CreditConfig` takes, with and without division, undiscounted.
 
-    Terms alone also shrunk by evidence, `gae` also where it trusts returns alone, and what counts scores.
+    Terms alone also shrunk by evidence, `gigpo` also by similar states, `gae` also where it trusts returns
+    alone, and what counts scores.
     """
     found: dict[str, CreditConfig] = {}
     for episode, step in product((NONE, *EPISODES), (NONE, *STEPS)):
@@ -243,12 +251,15 @@ def composable() -> dict[str, CreditConfig]:
             variants.append(replace(config, scale_by_std=False))
         if "evidence_prior" in config.settings_used() and episode == NONE:
             variants += [replace(variant, evidence_prior=2.0) for variant in variants]
+        if (episode, step) == (NONE, "gigpo"):
+            variants += [replace(variant, anchors="similar") for variant in variants[:2]]
         if "gae_lambda" in config.settings_used() and episode == NONE:
             variants.append(replace(config, gae_lambda=1.0))
         found |= {name_of(variant): variant for variant in variants}
     by_turn = CreditConfig(episode=NONE, step="turn_credit", gamma=1.0, scores=SCORES)
     to_go = replace(by_turn, step="leave_one_out_to_go", shaping="potential")
-    variants = [by_turn, replace(by_turn, gamma=0.0), to_go, replace(to_go, shaping="score_gain")]
+    by_gain = replace(to_go, shaping="score_gain")
+    variants = [by_turn, replace(by_turn, gamma=0.0), to_go, by_gain, replace(by_gain, step="igpo")]
     return found | {name_of(variant): variant for variant in variants}
 
 
@@ -332,7 +343,7 @@ def measure(mdp: Mdp, groups: int, seed: int, names: Collection[str] | None = No
         held = {}
     singles: dict[str, Floats] = {}
     for name, config in configs.items():
-        if is_single(config):
+        if is_single(config) and (mdp.texts or config.anchors == "exact"):
             with suppress(CreditError):
                 estimates_MD = data.estimates(assigned(data, config))
                 if np.isfinite(estimates_MD).all():  # elsewhere a part of the reward is missing

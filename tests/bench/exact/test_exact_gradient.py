@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from spangrad.credit.groups import Floats
+from spangrad.credit.similar import similar_leaders
 from spangrad.errors import CreditError
 from tests.bench.exact.mdps import (
     MDPS,
@@ -44,7 +45,9 @@ VALUED = ("value_baseline", "gae:gae_lambda=1", "gae")
 """With the exact values as critic, from the noisiest."""
 SCORED = ("turn_credit", "turn_credit:gamma=0", "leave_one_out_to_go:shaping=potential")
 INDEXED = "per_turn_index"
-TREES = ("tree_grpo", "tree_edges", "treerl")
+IGPO, AS_PUBLISHED = "igpo", "igpo_as_published"
+SIMILAR = "gigpo:anchors=similar"
+TREES = ("tree_grpo", "tree_grpo_as_published", "tree_edges", "treerl")
 PLAIN = [mdp for mdp in (make() for make in MDPS) if mdp.branches == 1]
 
 
@@ -97,7 +100,7 @@ def test_z_is_standard_where_nothing_is_biased() -> None:
 
 @pytest.fixture(scope="module")
 def held() -> dict[str, dict[str, Held | None]]:
-    names = (*OURS, *VALUED, *SCORED, INDEXED)
+    names = (*OURS, *VALUED, *SCORED, INDEXED, IGPO, AS_PUBLISHED, "gigpo", SIMILAR)
     found = {mdp.name: measure(mdp, GROUPS, 0, names) for mdp in PLAIN}
     return found | {"branched": measure(branched(), 4 * GROUPS, 0, TREES)}
 
@@ -110,6 +113,34 @@ def test_normalising_per_turn_index_is_biased_where_an_action_ends_a_rollout(hel
 @pytest.mark.parametrize("problem", ["two turns", "bandit"])
 def test_normalising_per_turn_index_is_not_biased_with_a_fixed_number_of_turns(held, problem: str) -> None:
     assert not held[problem][INDEXED].is_biased
+
+
+@pytest.mark.parametrize("problem", ["risky stop", "chain", "grid"])
+def test_normalising_all_turns_together_is_biased_where_an_action_ends_a_rollout(held, problem: str) -> None:
+    assert held[problem][IGPO].is_biased and (problem != "chain" or held[problem][IGPO].cosine < 0)
+
+
+def test_passing_over_rewards_of_nothing_makes_actions_decide_how_many_turns_there_are(held) -> None:
+    assert held["two turns"][AS_PUBLISHED].is_biased and not held["two turns"][IGPO].is_biased
+
+
+def test_texts_of_states_are_similar_along_rows_and_columns() -> None:
+    for mdp in PLAIN:
+        if not mdp.texts:
+            assert mdp.name not in ("grid", "lake")
+            continue
+        side = {"grid": 3, "lake": 4}[mdp.name]
+        count, group = len(mdp.texts), np.zeros(len(mdp.texts), dtype=np.int64)
+        names = [f"{n:02}" for n in range(count)]  # the first one leads
+        leaders = similar_leaders(mdp.texts, names, group, np.ones(count, dtype=np.int64), similarity=0.95)
+        first = [n for n in range(count) if leaders[n] == 0]
+        assert first == [n for n in range(side * side) if n // side == 0 or n % side == 0]
+
+
+@pytest.mark.parametrize("problem", ["grid", "lake"])
+def test_states_that_are_similar_make_larger_pools_with_less_noise(held, problem: str) -> None:
+    assert held[problem][SIMILAR].noise < held[problem]["gigpo"].noise
+    assert held["chain"][SIMILAR] is None
 
 
 @pytest.mark.parametrize("problem", [mdp.name for mdp in PLAIN])
@@ -181,7 +212,7 @@ def test_terms_add_up_as_assign_composes_them() -> None:
 @pytest.mark.parametrize("make", [bandit, two_turns, stop_or_continue, risky_stop, branched])
 def test_cells_of_the_page_are_what_is_measured(make) -> None:
     page, mdp = (CREDIT / "EXACT.md").read_text(), make()
-    names = (*OURS, "grpo", "maxrl", *SCORED, *TREES)
+    names = (*OURS, "grpo", "maxrl", *SCORED, *TREES, IGPO, AS_PUBLISHED)
     (told,) = re.findall(r"^Groups of \d+ rollouts, ([\d,]+) of", page, flags=re.MULTILINE)
     groups = int(told.replace(",", ""))
     found = measure(mdp, groups, 0, names)
