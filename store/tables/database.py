@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +40,12 @@ from spangrad.store.migrations import SCHEMA_VERSION, check_version, is_empty, m
 
 THREADS = 4
 MEMORY_LIMIT = "4GB"
+KEPT = "32MB"
+"""Of the file, in memory, when nobody reads it: DuckDB would keep all it has written, up to the limit."""
+WRITES_TENDED = 8
+"""Writes after which the rest is given back."""
+MERGING_FOLD = 32
+"""Of so many times that a log is folded into the file, row groups are merged in one."""
 STOP_S = 5.0
 
 _opened: set[Path] = set()
@@ -70,6 +76,10 @@ class Database:
         self._cursors: weakref.WeakSet[duckdb.DuckDBPyConnection] = weakref.WeakSet()
         self._is_closed = False
         self._last_stamp = 0
+        self._writes = 0
+        self._folds = 0
+        self._folded_ns = 0
+        """When the file itself was written last: each fold of the log does that."""
         self.partitions = Partitions(self.path)
         _check_path(self.path, read_only)
         _register(self.path)
@@ -104,11 +114,13 @@ class Database:
                     f"{self.path.name!r} has schema {version}, this spangrad reads {SCHEMA_VERSION}; "
                     "open it once without read_only=True to bring it up to date"
                 )
+            self._con.execute("SET allowed_configs = ['memory_limit', 'max_vacuum_tasks']")  # `_tend`
             self._con.execute("SET lock_configuration = true")
             if not self.read_only:
                 new_file(self.path).unlink(missing_ok=True)  # of a process that was killed
                 tidy(self._con, self.partitions.folder)
             self.partitions.look(self._con)
+            self._folded_ns = self.path.stat().st_mtime_ns
         except (duckdb.Error, OSError) as error:
             raise store_error(error, self.path) from error
         except RuntimeError as error:
@@ -128,10 +140,40 @@ class Database:
                 except BaseException:
                     self._rollback()
                     raise
+                self._tend()
             except (duckdb.Error, OSError) as error:
                 raise self._error(error) from error
             except RuntimeError as error:
                 raise _interrupted(error) from error
+
+    def _tend(self) -> None:
+        """What is due now and then, after a write that is on disk: none of it may fail the write."""
+        self._writes += 1
+        if self._writes % WRITES_TENDED:
+            return
+        with suppress(duckdb.Error, OSError):
+            self._choose_merging()
+        if self._cursors:  # who reads would be in want of memory meanwhile
+            return
+        with suppress(duckdb.Error):
+            try:
+                self._con.execute(f"SET memory_limit = '{KEPT}'")  # refused where it needs more
+            finally:
+                self._con.execute(f"SET memory_limit = '{MEMORY_LIMIT}'")
+
+    def _choose_merging(self) -> None:
+        """Whether the next fold merges row groups, and takes out deleted rows.
+
+        The first one of an opening does: many that wrote little may have been there before. Of one that
+        writes much each fold is a part of a good size, and merging would write the text of all of them again.
+        """
+        written_ns = self.path.stat().st_mtime_ns
+        if written_ns == self._folded_ns:
+            return
+        self._folded_ns = written_ns
+        self._folds += 1
+        merges = self._folds % MERGING_FOLD == 0
+        self._con.execute("RESET max_vacuum_tasks" if merges else "SET max_vacuum_tasks = 0")
 
     @contextmanager
     def snapshot(self) -> Iterator[duckdb.DuckDBPyConnection]:

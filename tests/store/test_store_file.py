@@ -14,9 +14,10 @@ from spangrad.store.file_store import FileStore
 from spangrad.store.migrations import MIGRATIONS, SCHEMA_VERSION, m001_initial, migrate
 from spangrad.store.reading import open_to_read
 from spangrad.store.schema import TABLES
+from spangrad.store.tables import database
 from spangrad.store.views import VIEWS
 from spangrad.tracer.spool import Spool
-from tests.store.building import conversation, new_trace, request
+from tests.store.building import conversation, new_trace, request, span
 from tests.waiting import wait_until
 
 
@@ -408,6 +409,33 @@ def test_open_store_takes_a_path_or_a_url(tmp_path: Path) -> None:
         assert type(store).__name__ == "FileStore"
     with open_store("http://127.0.0.1:9", key="k") as client:
         assert type(client).__name__ == "HubClient"
+
+
+def test_of_what_was_written_little_stays_in_memory_and_seldom_is_any_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "KEPT", "2MB")
+    monkeypatch.setattr(database, "MERGING_FOLD", 2)
+    asked = (
+        "SELECT current_setting('memory_limit') AS memory, current_setting('max_vacuum_tasks') AS merges, "
+        "(SELECT sum(memory_usage_bytes) FROM duckdb_memory() WHERE tag = 'BASE_TABLE') AS bytes"
+    )
+
+    def write(store: FileStore, size: int) -> None:
+        for _ in range(database.WRITES_TENDED):
+            store.put_otlp(request([span(new_trace(), attributes={"text": os.urandom(size // 2).hex()})]))
+
+    with FileStore(tmp_path / "s.duckdb") as store:
+        before = store.query(asked)[0]
+        write(store, 10)
+        assert store.query(asked)[0] | {"bytes": 0} == before | {"bytes": 0}  # who writes little merges
+        for merges in (0, before["merges"], 0):
+            write(store, 3_000_000)  # more than the log holds
+            write(store, 10)
+            after = store.query(asked)[0]
+            assert (after["memory"], after["merges"]) == (before["memory"], merges)
+            assert after["bytes"] < 4_000_000
+        assert len(list(store.spans())) == 7 * database.WRITES_TENDED
 
 
 def test_a_spool_folder_is_taken_in_at_opening_and_on_demand(tmp_path: Path) -> None:
