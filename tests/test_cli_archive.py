@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,10 +71,21 @@ def test_a_user_is_deleted_only_when_that_is_confirmed(store: str) -> None:
     assert "--yes" in refused.stderr
     (dry,) = listed("gc", "--attribute", "enduser.id=42", "--store", store, "--dry-run", "--json")
     assert (dry["database"]["spans"], dry["deleted"]) == (2, False)
+    assert (dry["joined_rollouts"], dry["other_values"]) == ([], [])
     (done,) = listed("gc", "--attribute", "enduser.id=42", "--store", store, "--yes", "--json")
     assert (done["database"]["spans"], done["database"]["rollouts"], done["deleted"]) == (2, 1, True)
     with open_to_read(store) as opened:
         assert [rollout.rollout_id for rollout in opened.rollouts()] == ["r-1", "r-2"]
+
+
+def test_whose_else_history_goes_with_a_user_is_said_before(store: str) -> None:
+    with FileStore(store) as opened:
+        joined = [*of_user(7, 43, "y", rollout="r-3"), *of_user(7, 44, "z", rollout="r-2")]
+        opened.put_otlp(encode_request([replace(span, trace_id=joined[0].trace_id) for span in joined]))
+    dry = spangrad("gc", "--attribute", "enduser.id=42", "--store", store, "--dry-run")
+    assert dry.returncode == 0
+    assert "also of enduser.id=43, enduser.id=44:" in dry.stderr
+    assert "for they share a trace: r-2" in dry.stderr
 
 
 def test_what_is_older_than_is_kept_is_deleted(store: str) -> None:

@@ -34,6 +34,19 @@ WHERE attributes->>$path = $value OR resource->>$path = $value OR scope_attribut
 UNION SELECT trace_id, CASE WHEN trace_id IS NULL THEN log_id END FROM logs
 WHERE attributes->>$path = $value OR resource->>$path = $value OR scope_attributes->>$path = $value
 """
+_OTHER_VALUES: Final = """
+SELECT DISTINCT value FROM (
+  SELECT unnest([attributes->>$path, resource->>$path, scope_attributes->>$path]
+    || (events->>$events)) AS value FROM spans WHERE trace_id IN (SELECT unnest($traces))
+  UNION SELECT unnest([attributes->>$path, resource->>$path, scope_attributes->>$path])
+  FROM logs WHERE trace_id IN (SELECT unnest($traces)))
+WHERE value IS NOT NULL ORDER BY value
+"""
+_ROLLOUTS_OF: Final = """
+SELECT DISTINCT coalesce(s.rollout_id, n.rollout_id)
+FROM spans s LEFT JOIN sessions n ON n.trace_id = s.trace_id
+WHERE s.trace_id IN (SELECT unnest(?::VARCHAR[]))
+"""
 _HIDDEN: Final = """
 SELECT a.trace_id, list_distinct(list_append(flatten(list(a.rollout_ids)), any_value(n.rollout_id)))
 FROM archived_traces a LEFT JOIN sessions n USING (trace_id)
@@ -70,6 +83,10 @@ class Selection:
     """Traces in those partitions."""
     undated: int = 0
     """Rollouts or traces that stay, as they tell no time."""
+    joined: Sequence[str] = ()
+    """Rollouts of which no trace has the attribute: they go with one that shares a trace with them."""
+    others: Sequence[tuple[str, str]] = ()
+    """Other values that these attributes have in what goes: other users', say."""
 
 
 @dataclass(slots=True)
@@ -108,15 +125,34 @@ def select_by_attribute(database: Database, attributes: Sequence[tuple[str, str]
     with database.snapshot() as con:
         damaged, hidden = _unite_whole(con, database)
         for name, value in attributes:
-            key = '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
-            given = {"path": f"$.{key}", "events": f"$[*].attributes.{key}", "value": value}
-            for trace_id, log_id in con.execute(_MATCHING, given).fetchall():
+            for trace_id, log_id in con.execute(_MATCHING, _paths(name) | {"value": value}).fetchall():
                 traces |= {trace_id} - {None}
                 logs |= {log_id} - {None}
         named = [unit for unit in units(con, hidden) if not traces.isdisjoint(unit.traces)] if traces else []
-    found = [unit for unit in named if unit.is_whole]
+        found = [unit for unit in named if unit.is_whole]
+        going = traces_of(found)
+        own = {rollout_id for (rollout_id,) in con.execute(_ROLLOUTS_OF, [sorted(traces)]).fetchall()}
+        others = {
+            (name, value)
+            for name in dict.fromkeys(name for name, _ in attributes)
+            for (value,) in con.execute(_OTHER_VALUES, _paths(name) | {"traces": going}).fetchall()
+        }
     rollouts = {rollout_id for unit in found for rollout_id in unit.rollouts}
-    return Selection(traces_of(found), sorted(rollouts), sorted(logs), damaged=damaged, hidden=len(hidden))
+    return Selection(
+        going,
+        sorted(rollouts),
+        sorted(logs),
+        damaged=damaged,
+        hidden=len(hidden),
+        joined=sorted(rollouts - own),
+        others=sorted(others - set(attributes)),
+    )
+
+
+def _paths(name: str) -> dict[str, str]:
+    """Where an attribute of that name stands in the JSON of a span or log record, and of a span's events."""
+    key = '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return {"path": f"$.{key}", "events": f"$[*].attributes.{key}"}
 
 
 def _unite_whole(

@@ -214,6 +214,25 @@ def test_whatever_names_the_user_takes_its_whole_rollout_along(tmp_path: Path, p
         assert not store.rewards()
 
 
+@pytest.mark.parametrize("place", ["attributes", "resource", "scope_attributes", "events"])
+def test_what_else_goes_with_a_user_is_named(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "s.duckdb"
+    with FileStore(path) as store:
+        shared = of_user(2, 43, "b", rollout="r", place=place)
+        elsewhere = dict(shared[1].attributes) | {names.ROLLOUT_ID: "joined"}
+        shared.append(replace(shared[1], span_id=secrets.token_hex(8), attributes=elsewhere))
+        named, other = of_user(1, 42, "a", rollout="r", place=place), of_user(1, 44, "c", rollout="s")
+        store.put_otlp(request([*named, *shared, *other]))
+        told = LogRecord(shared[0].trace_id, None, 5, 5, "x", attributes={"enduser.id": "45"})
+        store.put_logs(encode_logs([told]))
+        selection = select_by_attribute(store.database, USER)
+        assert selection.rollouts == ["joined", "r"]
+        assert selection.joined == ["joined"]
+        assert selection.others == [("enduser.id", "43"), ("enduser.id", "45")]
+        alone = select_by_attribute(store.database, [("enduser.id", "44")])
+        assert (alone.rollouts, alone.joined, alone.others) == (["s"], [], [])
+
+
 def test_what_is_too_old_goes_and_what_is_needed_stays(tmp_path: Path) -> None:
     path = tmp_path / "s.duckdb"
     fill(path, [marker(), marker()])

@@ -26,6 +26,8 @@ FileOption = Annotated[
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would happen, and change nothing.")]
 _MIB: Final = 2**20
+_NAMED: Final = 20
+"""Of what else goes with a user, so many are named."""
 
 
 def archive(
@@ -102,8 +104,10 @@ def gc(
     and messages that nothing else uses; updates keep their numbers. The file is
     written anew, so that no deleted byte is left in it. Counts are shown and
     confirmed before; without a terminal only --yes deletes. Old rollouts that a
-    worker or a training run waits for are kept, those of a user are not. Where a
-    file of the archive is damaged, all else goes, and the exit code is 1.
+    worker or a training run waits for are kept, those of a user are not. What is
+    joined to a user's rollouts goes whole: of which other users, and which other
+    rollouts, is said before. Where a file of the archive is damaged, all else goes,
+    and the exit code is 1.
     """
     before_ns = _before(keep, delete_before)
     attributes = [_attribute(text) for text in attribute or ()]
@@ -139,6 +143,8 @@ def gc(
             "rejected": rejected,
             "kept_for_runs": selection.needed,
             "kept_undated": selection.undated,
+            "joined_rollouts": selection.joined,
+            "other_values": [f"{name}={value}" for name, value in selection.others],
             "damaged": selection.damaged,
             "deleted": goes and not selection.damaged,
         }
@@ -166,10 +172,20 @@ def _show(erased: "Erased", selection: "Selection", store: str) -> None:
         print_rows(("table", "rows", "archived"), rows, right=("rows", "archived"))
     else:
         note(f"nothing in {store!r} is to be deleted; its file is written anew all the same")
+    if selection.others:
+        told = [f"{name}={value}" for name, value in selection.others]
+        note(f"what goes is also of {_listed(told)}: in the same rollout, session or trace")
+    if selection.joined:
+        note(f"rollouts without the attribute go along, for they share a trace: {_listed(selection.joined)}")
     if selection.needed:
         note(f"{selection.needed} that are as old stay: a worker or a training run waits for them")
     if selection.undated:
         note(f"{selection.undated} that tell no time stay: they are older than no day")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _others(files: Sequence[str]) -> str:
