@@ -84,6 +84,7 @@ AGENTS: Final = frozenset({"agent"})
 PREFIXES: Final = ("", "/rollout/{rollout_id}", "/rollout/{rollout_id}/{attempt}")
 BELOW_A_ROLLOUT: Final = (
     "/v1/{path:path}",
+    "/v1/end",
     "/v1/messages/count_tokens",
     "/v1/responses/{response_id}/cancel",
     *(route.path for route in ROUTES),

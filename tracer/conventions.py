@@ -65,6 +65,7 @@ ROLLOUT_ID: Final = "spangrad.rollout.id"
 ATTEMPT: Final = "spangrad.attempt"
 TASK_ID: Final = "spangrad.task.id"
 SPAN_ROLE: Final = "spangrad.span.role"  # "rollout" on a rollout's root span; agent, step, tool, retrieval
+ROLE_END: Final = "end"  # on the gateway's span that says that the rollout is over
 STEP_NAME: Final = "spangrad.step.name"  # LangGraph node, or what `spangrad.step` says
 STEP_INDEX: Final = "spangrad.step.index"
 STATE_KEY: Final = "spangrad.state.key"  # what the agent was looking at when the call began

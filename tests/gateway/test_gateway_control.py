@@ -54,6 +54,12 @@ WRITTEN: Final = (
     *("/v1/responses/../../cancel/..{0}", "/v1/responses/..%2f..%2f{2}%3f/cancel", "/health/..{0}"),
     *("/health%2f..{0}", "/v1/responses/%2e%2e/cancel", "/version/%2e%2e{0}", "/rollout/r/v1/../../../..{0}"),
     *("/rollout/..%2f..%2f{2}/v1/models", "/rollout/r/0/v1/%2e%2e/%2e%2e{0}", "/rollout/r/v1/..%2f..{0}"),
+    *(
+        "/v1/end/../..{0}",
+        "/v1/end/%2e%2e/%2e%2e{0}",
+        "/rollout/r/v1/end{0}",
+        "/rollout/..%2f..%2f{2}/v1/end",
+    ),
     *("/spangrad/..{0}", "/spangrad/engines/..%2f..{0}", "//127.0.0.1{0}", "/@127.0.0.1{0}"),
     *("/v1/@127.0.0.1{0}", "/v1/http:%2f%2f127.0.0.1{0}", "http://127.0.0.1{0}", "http://{3}{0}", "*"),
 )

@@ -31,7 +31,7 @@ RULES = Rules(
     authors=("evaluator", "operator"),
     names=("reward", "style"),
 )
-Kind = Literal["root", "foreign", "running"]
+Kind = Literal["root", "foreign", "running", "told", "reopened"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Made:
     """A session as a test wants it."""
 
     kind: Kind = "foreign"
-    """`root`: spangrad's tracer says that it ended. `running`: it has not said so yet."""
+    """`root`: the tracer says that it ended. `running`: it has not said so yet. `told`: its agent told the
+    gateway that it ended. `reopened`: it did, and a span came behind."""
     ended_s: int = 9_000
     is_failed: bool = False
     grade: Grade = Grade.EXACT
@@ -53,9 +54,9 @@ class Made:
 
     @property
     def state(self) -> str:
-        if self.kind == "running" or (self.kind == "foreign" and self.ended_s > 9_900):
+        if self.kind == "running" or (self.kind in ("foreign", "reopened") and self.ended_s > 9_900):
             return "unended"
-        if self.is_failed:
+        if self.is_failed and self.kind != "told":
             return "failed"
         if self.grade is not Grade.EXACT:
             return "no_grade"
@@ -70,7 +71,7 @@ class Made:
 
     def spans(self, name: str) -> list[Span]:
         names, trace = {c.ROLLOUT_ID: name, c.ATTEMPT: 0}, name.encode().hex()
-        scope = c.SCOPE_GATEWAY if self.kind == "foreign" else c.SCOPE_TRACER
+        scope = c.SCOPE_TRACER if self.kind in ("root", "running") else c.SCOPE_GATEWAY
         code = 2 if self.is_failed else 0
         ids = token_attributes(version=self.version) if self.grade is Grade.EXACT else {}
         told = text_attributes(**names, **ids) | {c.RESPONSE_ID: name}
@@ -90,6 +91,18 @@ class Made:
             status_code=code,
             attributes={**names, **role},
         )
+        if self.kind in ("told", "reopened"):
+            root = replace(root, end_ns=self.ended_s * S - (10 if self.kind == "told" else 0))
+            at_ns = self.ended_s * S - (0 if self.kind == "told" else 5)
+            end = span(
+                "e",
+                trace=trace,
+                start_ns=at_ns,
+                end_ns=at_ns,
+                scope=scope,
+                attributes={**names, c.SPAN_ROLE: c.ROLE_END},
+            )
+            return [call, root, end]
         return [call] if self.kind == "running" else [call, root]
 
 
@@ -117,7 +130,7 @@ reward = st.tuples(
 )
 sessions = st.builds(
     Made,
-    kind=st.sampled_from(["root", "root", "foreign", "foreign", "running"]),
+    kind=st.sampled_from(["root", "root", "foreign", "foreign", "running", "told", "reopened"]),
     ended_s=st.sampled_from([8_000, 9_000, 9_000, 9_899, 9_901, 11_000]),
     is_failed=st.sampled_from([False, False, False, True]),
     grade=st.sampled_from([Grade.EXACT] * 4 + [Grade.TEXT, Grade.UNUSABLE]),

@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from opentelemetry.sdk.trace.export import SpanExporter
 from starlette.applications import Starlette
@@ -29,15 +28,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spangrad.tracer import conventions as names
 from spangrad.tracer.exporter import Exporter, SpoolExporter
-from spangrad.tracer.gateway.agent_keys import (
-    SCOPE_ROLLOUT,
-    KeyRollout,
-    RequireAgentKey,
-    RolloutKeys,
-)
+from spangrad.tracer.gateway.agent_keys import RequireAgentKey, RolloutKeys
 from spangrad.tracer.gateway.budgets import Budgets
 from spangrad.tracer.gateway.call import Call, Counts, Services
 from spangrad.tracer.gateway.config import GatewayConfig
+from spangrad.tracer.gateway.ends import Ends
 from spangrad.tracer.gateway.engines import EnginePool
 from spangrad.tracer.gateway.follow_up import TokensIn
 from spangrad.tracer.gateway.http_parts import error_response
@@ -46,8 +41,9 @@ from spangrad.tracer.gateway.policy_choice import PolicyChoice
 from spangrad.tracer.gateway.raw_log import RawLog
 from spangrad.tracer.gateway.reads import Reads
 from spangrad.tracer.gateway.rewrite import UpstreamRequest
-from spangrad.tracer.gateway.routes import KNOWN, PASSED_ON, ROUTES, RecordedRoute
+from spangrad.tracer.gateway.routes import END, KNOWN, PASSED_ON, ROUTES, RecordedRoute
 from spangrad.tracer.gateway.spans import SpanRecorder
+from spangrad.tracer.gateway.whose import origin_of
 from spangrad.tracer.hub_exporter import HubExporter, spool_of_hub
 from spangrad.tracer.redaction import rule_of
 from spangrad.tracer.wire.repeated import Readers
@@ -130,7 +126,7 @@ def _budgets_file(exporter: SpanExporter) -> Path | None:
 
 
 def _routes(services: Services) -> list[BaseRoute]:
-    reads = Reads(services)
+    reads, ends = Reads(services), Ends(services)
     operator = Operator(services)
     routes: list[BaseRoute] = [
         HttpRoute("/spangrad/health", operator.health),
@@ -147,6 +143,7 @@ def _routes(services: Services) -> list[BaseRoute]:
         *(HttpRoute(path, reads.read) for path in READABLE),
     ]
     for prefix in PREFIXES:
+        routes.append(HttpRoute(prefix + END, ends.end, methods=["POST"]))
         routes += [HttpRoute(prefix + path, reads.pass_on, methods=["POST"]) for path in PASSED_ON]
         routes.append(HttpRoute(f"{prefix}/v1/{{path:path}}", reads.read_api))
     return routes
@@ -176,7 +173,7 @@ class _Calls:
         start_ns = time.time_ns()
         request = Request(scope, receive)
         try:
-            origin = _origin(request)
+            origin = origin_of(request)
             asked = self._services.policies.asked(
                 request.headers.get(names.HEADER_POLICY), origin.get(names.ROLLOUT_ID)
             )
@@ -204,46 +201,6 @@ class _Calls:
             start_ns=start_ns,
         )
         await call.run(receive, send)
-
-
-_NAMES = (
-    (names.HEADER_STEP, names.STEP_NAME),
-    (names.HEADER_PURPOSE, names.PURPOSE),
-    (names.HEADER_STATE, names.STATE_KEY),
-)
-
-
-def _origin(request: Request) -> dict[str, Any]:
-    """Whose call it is: from the URL, else from the headers, else from the API key. Raises ValueError."""
-    headers = request.headers
-    rollout_id = request.path_params.get("rollout_id") or headers.get(names.HEADER_ROLLOUT)
-    if "rollout_id" in request.path_params and b"%2f" in request.scope.get("raw_path", b"").lower():
-        # The path is decoded already: `a%2F1` reads as rollout a, attempt 1.
-        raise ValueError(
-            f"the URL's rollout has an encoded '/'; name it in the header {names.HEADER_ROLLOUT}"
-        )
-    if "attempt" in request.path_params:
-        attempt = _attempt(request.path_params["attempt"], "the URL's attempt")
-    else:
-        attempt = _attempt(headers.get(names.HEADER_ATTEMPT, "0"), f"header {names.HEADER_ATTEMPT}")
-    by_key: KeyRollout | None = request.scope.get(SCOPE_ROLLOUT)
-    if by_key is not None and not rollout_id:
-        rollout_id = by_key.rollout_id
-        attempt = attempt if by_key.attempt is None else by_key.attempt
-    origin: dict[str, Any] = {}
-    if rollout_id:
-        origin |= {names.ROLLOUT_ID: rollout_id, names.ATTEMPT: attempt}
-    for header, attribute in _NAMES:
-        if headers.get(header):
-            origin[attribute] = headers[header]
-    return origin
-
-
-def _attempt(text: str, where: str) -> int:
-    attempt = names.attempt_number(text)
-    if attempt is None:
-        raise ValueError(f"{where} is {text[:40]!r}; expected a number from 0 to {names.MAX_ATTEMPT}")
-    return attempt
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:

@@ -128,7 +128,8 @@ class GatewayConfig:
     version_timeout_s: float = 5.0
     """Longest wait for the engine's policy version, in seconds; then it is unknown."""
     flush_timeout_s: float = 20.0
-    """Longest wait of `POST /spangrad/flush` for the spans of ended calls to be in the store, in seconds."""
+    """Longest wait of `POST /spangrad/flush` for the spans of ended calls to be in the store, and of
+    `POST /v1/end` for them to be recorded, in seconds."""
     drain_timeout_s: float = 600.0
     """Longest wait of `POST /spangrad/engines/drain` for an engine's running calls, in seconds."""
     swap_timeout_s: float = 120.0

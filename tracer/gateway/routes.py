@@ -127,8 +127,10 @@ ROUTES = (
 )
 PASSED_ON = ("/v1/messages/count_tokens", "/v1/responses/{response_id}/cancel")
 """POST routes that sample nothing and are not recorded."""
+END = "/v1/end"
+"""POST: the rollout is over. Below its base URL, so that an agent's client reaches it with what it has."""
 KNOWN = (
-    f"the gateway records POST {', '.join(route.path for route in ROUTES)}, and passes on "
-    f"POST {', '.join(PASSED_ON)} and what an engine has at GET /v1/..., such as GET /v1/models"
+    f"the gateway records POST {', '.join(route.path for route in ROUTES)}, ends a rollout with POST {END}, "
+    f"and passes on POST {', '.join(PASSED_ON)} and what an engine has at GET /v1/..., such as GET /v1/models"
 )
 """What there is, for an error's message."""

@@ -137,8 +137,11 @@ class SpanRecorder:
 
     def end(
         self, span: StartedSpan, attributes: Mapping[str, Any], *, end_ns: int, error: tuple[str, str] | None
-    ) -> None:
-        """Give a span its attributes and end it; `error` is its type and its message."""
+    ) -> bool:
+        """Give a span its attributes and end it; `error` is its type and its message.
+
+        Returns False if it is dropped.
+        """
         status = Status(StatusCode.UNSET)
         if error is not None:
             status = Status(StatusCode.ERROR, _encodable(f"{error[0]}: {error[1]}"))
@@ -157,11 +160,17 @@ class SpanRecorder:
         )
         if self._ended - self._exporter.taken >= MAX_QUEUE:
             self._drop("the exporter is too slow")
-            return
+            return False
         self._ended += 1
         if self._journal is not None:
             self._journal.add(ended)
         self._processor.on_end(ended)
+        return True
+
+    async def caught_up(self, timeout_s: float) -> bool:
+        """Wait until the spans of all calls that have ended have ended, too; False: it takes longer."""
+        late = (await asyncio.wait(set(self._open), timeout=timeout_s))[1] if self._open else ()
+        return not late
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until the spans of all calls that have ended are where the exporter brings them.
@@ -169,10 +178,8 @@ class SpanRecorder:
         Returns False if that takes longer than `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
-        if self._open:
-            _, late = await asyncio.wait(set(self._open), timeout=timeout_s)
-            if late:
-                return False
+        if not await self.caught_up(timeout_s):
+            return False
         return await asyncio.to_thread(self._flush_exporter, deadline)
 
     async def drain_while_waiting(self) -> None:

@@ -3,7 +3,8 @@
 A session is a rollout of split `recorded`, and is in one state, the first that fits:
 
     trained     an update that consumes what it takes read a call of it, when it was part of another session
-    unended     its root span has not come and its last span is not old enough, or calls are still unread
+    unended     its root span has not come, its last span is neither an end that the gateway was told nor
+                old enough, or calls are still unread
     failed      it ended with an error
     no_grade    no call of it is of a grade that the objective can train
     too_old     a call was sampled by a version that the update may not learn from
@@ -47,8 +48,9 @@ WITH own AS (
   UNION SELECT n.rollout_id FROM unread_traces u JOIN sessions n USING (trace_id)
 ), rooted AS (
   SELECT DISTINCT own.rollout_id FROM own JOIN spans s USING (rollout_id)
-  WHERE own.ended_ns > $idle_ns AND s.scope = $tracer AND coalesce(s.attempt, 0) = own.attempt
-    AND s.attributes->>$role = 'rollout'
+  WHERE own.ended_ns > $idle_ns AND coalesce(s.attempt, 0) = own.attempt
+    AND (s.scope = $tracer AND s.attributes->>$role = 'rollout'
+      OR s.scope = $gateway AND s.end_ns = own.ended_ns AND s.attributes->>$role = $end)
 ), read AS (
   SELECT DISTINCT calls.rollout_id FROM update_reads JOIN calls USING (call_id)
   JOIN updates USING (run_id, update_index)
@@ -150,6 +152,8 @@ def _asked(rules: Rules, at: Moment) -> dict[str, Any]:
         "taken": list(at.taken),
         "idle_ns": at.now_ns - round(rules.idle_s * 1e9),
         "tracer": conventions.SCOPE_TRACER,
+        "gateway": conventions.SCOPE_GATEWAY,
+        "end": conventions.ROLE_END,
         "role": f'$."{conventions.SPAN_ROLE}"',
         "acts": str(Purpose.AGENT),
         "grades": [str(grade) for grade in Grade if at_least(grade, rules.min_grade)],

@@ -26,7 +26,8 @@ class ProductionConfig:
     rollouts_per_update: int = 64
     """Sessions of an update; 1 or more."""
     idle_s: float = 600.0
-    """A session has ended when its last span is so old, or its tracer's root span has come; more than 0."""
+    """A session has ended when its last span is so old, its tracer's root span has come, or its agent has
+    told the gateway (`POST .../v1/end`); more than 0."""
     reward_wait_s: float = 0.0
     """So long after its end a session without a reward holds up those that ended after it, so that what is
     judged quickly is not preferred; its reward counts later, too. 0 or more, 0: it holds up none."""
