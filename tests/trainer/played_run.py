@@ -26,7 +26,7 @@ from spangrad.errors import SpangradError
 from spangrad.store import open_store
 from spangrad.store.file_store import FileStore
 from spangrad.store.otlp import encode_request
-from spangrad.store.records import Policy, Reward, RewardAuthor, Rollout, Span, Update
+from spangrad.store.records import Policy, PolicyDecision, Reward, RewardAuthor, Rollout, Span, Update
 from spangrad.tracer import conventions as c
 from spangrad.trainer import loop
 from spangrad.trainer.config import TrainConfig
@@ -162,6 +162,7 @@ class Played:
     rollouts: list[Rollout] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     policies: list[Policy] = field(default_factory=list)
+    decisions: list[PolicyDecision] = field(default_factory=list)
     rewards: list[Reward] = field(default_factory=list)
     asked: dict[str, list[str]] = field(default_factory=dict)
     """Paths that were asked of each server."""
@@ -198,18 +199,22 @@ class Agents:
     A task is `{"task_id", "rewards": of each member}`.
     """
 
-    def __init__(self, played: Played, *, dull: int = 0, is_late: bool = False) -> None:
+    def __init__(
+        self, played: Played, *, dull: int = 0, is_late: bool = False, gets_worse: bool = False
+    ) -> None:
         """Of one run.
 
         Args:
             played: Is told what happens.
             dull: So many rollouts get the same reward before the tasks' own count.
             is_late: The last member of every group but the first never ends.
+            gets_worse: Rollouts of evaluations get no reward but with the first version.
         """
         self.played = played
         self.store: FileStore | None = None
         self._dull = dull
         self._is_late = is_late
+        self._gets_worse = gets_worse
         self._ended = 0
         self._reports: list[WorkerReport] = []
 
@@ -258,6 +263,8 @@ class Agents:
         trace = zlib.crc32(f"{rollout.rollout_id} {rollout.attempt}".encode())
         store.put_otlp(encode_request(_spans(rollout.rollout_id, trace, member, version)))
         reward = 0.5 if self._ended <= self._dull else rewards[member]
+        if self._gets_worse and version and rollout.split != "train":
+            reward = 0.0
         given = [Reward(rollout.rollout_id, reward, attempt=rollout.attempt)]
         store.put_rewards(given, author=RewardAuthor.EVALUATOR)
         store.finish(rollout.rollout_id, rollout.attempt)
@@ -307,12 +314,10 @@ def played_by(agents: Agents) -> Iterator[None]:
         yield
 
 
-def play(
-    config: TrainConfig, *, dull: int = 0, is_late: bool = False, are_agents_real: bool = False
-) -> Played:
-    """`train` with the played parts; an error of ours is a part of what is left."""
+def play(config: TrainConfig, *, are_agents_real: bool = False, **how: Any) -> Played:
+    """`train` with the played parts, and agents like `how`; an error of ours is a part of what is left."""
     played = Played(config)
-    agents = RealAgents(played) if are_agents_real else Agents(played, dull=dull, is_late=is_late)
+    agents = RealAgents(played) if are_agents_real else Agents(played, **how)
     with played_by(agents):
         try:
             played.report = loop.train(config)
@@ -323,6 +328,7 @@ def play(
         played.rewards = store.rewards([one.rollout_id for one in played.rollouts])
         played.updates = store.updates(config.run.id)
         played.policies = store.policies(config.run.id)
+        played.decisions = store.decisions(config.run.id)
     return played
 
 

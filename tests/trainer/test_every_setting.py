@@ -2,9 +2,8 @@
 
 A setting that nobody walks fails `test_every_setting_is_walked`; give it an entry in `WALKS`. Elsewhere
 are `[credit]` (`tests/credit/test_assign.py`), `[learner]` (`test_objectives.py` and what it names),
-`[monitor]` (`test_monitor_numbers.py`), `[curriculum]` (`test_curriculum_in_a_run.py`), `[production]`
-(`test_eligibility.py`, `test_production_run.py`), `[cluster]` (`test_cluster_config.py`,
-`tests/loop/test_two_nodes.py`), `[stored]` and `[stop]` (`stages/`).
+`[monitor]`, `[curriculum]` and `[production]` (`test_every_section.py`), `[cluster]`
+(`test_cluster_config.py`, `tests/loop/test_two_nodes.py`), `[stored]` and `[stop]` (`stages/`).
 """
 
 import json
@@ -33,9 +32,10 @@ from tests.trainer.small_policy import make_model, make_policy
 from spangrad.store.keys import Keys
 from spangrad.trainer.config import TrainConfig, load_config
 from spangrad.trainer.evaluation import Evaluation
+from spangrad.trainer.promotion.rule import Comparison, Verdict
 from spangrad.trainer.rollouts.feeder import STRAGGLER
 
-ELSEWHERE = {"credit", "learner", "curriculum", "monitor", "promotion", "cluster", "stop"}
+ELSEWHERE = {"credit", "learner", "curriculum", "monitor", "cluster", "stop"}
 AGENT = """
 import os, threading, time
 def run(task): return _seen(task, "run")
@@ -196,6 +196,11 @@ def _played(
     return seen
 
 
+def verdict(ground: Ground, config: TrainConfig) -> Verdict:
+    """Of a candidate that solved six tasks of twenty, of which the promoted version solved none."""
+    return Comparison(20, gained=6, lost=0, success=0.3, promoted_success=0.0).verdict(config.promotion)
+
+
 def evaluated(ground: Ground, config: TrainConfig) -> Evaluation:
     """What a demo measures before and after."""
     return play_evaluation(of_own_store(config))
@@ -259,6 +264,26 @@ DPO = (*ONE_GROUP, "learner.objective=dpo")
 BC = (*ONE_GROUP, "learner.objective=bc")
 THREE = ("rollout.group_size=3",)
 trained_tokens = told("data/trained_tokens")
+EVERY = ("promotion.every=1",)
+JUDGED = (*EVERY, "promotion.tasks=5")
+AT_ONCE = ["promoted", "rolled_back", "restored"]
+worse = partial(trained, gets_worse=True)
+
+
+def decisions(seen: Played) -> list[str]:
+    """What became of the versions."""
+    return [str(one.decision) for one in seen.decisions]
+
+
+def temperature(seen: Played) -> float:
+    """Of the first rollout by which a candidate was judged."""
+    return float(seen.of_split("eval-promotion")[0].output["temperature"])
+
+
+def candidates(seen: Played) -> int:
+    """Rollouts by which candidates were judged."""
+    return len(seen.of_split("eval-promotion"))
+
 
 WALKS: dict[str, Walk] = {
     "run.id": Walk(
@@ -408,6 +433,18 @@ WALKS: dict[str, Walk] = {
     "preference.good_at": Walk("1", "0.5", trained_tokens, (4, 12), (*BC, *THREE)),
     "preference.target": Walk("actions", "observations", trained_tokens, (4, 1), BC),
     "preference.per_group": Walk("0", "1", trained_tokens, (18, 4), (*BC, *THREE, "preference.good_at=0")),
+    "promotion.every": Walk("1", "2", candidates, (15, 10), ("run.updates=2", "promotion.tasks=5")),
+    "promotion.tasks": Walk("5", "6", candidates, (10, 12), EVERY),
+    "promotion.temperature": Walk("0", "0.5", temperature, (0.0, 0.5), JUDGED, worked),
+    "promotion.margin": Walk(
+        "0", "0.35", str, ("better", "undecided"), (*EVERY, "promotion.tasks=20"), verdict
+    ),
+    "promotion.confidence": Walk("0.98", "0.99", str, ("better", "undecided"), EVERY, verdict),
+    "promotion.rollback_after": Walk("1", "2", decisions, (AT_ONCE, ["promoted", "kept"]), JUDGED, worse),
+    "promotion.rollback_drop": Walk("none", "0.5", decisions, (["promoted", "kept"], AT_ONCE), JUDGED, worse),
+    "promotion.engine_url": Walk(
+        "none", "{other_engine}", asked("/update_weights"), (["engine"], ["engine", "other_engine"]), JUDGED
+    ),
     "eval.every": Walk("0", "1", evaluations, ([], [(9, 1.0)])),
     "eval.tasks": Walk("2", "3", lambda seen: seen.n, (2, 3), how=evaluated),
     "eval.tasks_between": Walk("2", "3", evaluations, ([(2, 1.0)], [(3, 1.0)]), ("eval.every=1",)),

@@ -9,7 +9,7 @@ from tests.trainer.test_config import MINIMAL, write
 
 from spangrad.errors import ConfigError
 from spangrad.trainer.config import load_config
-from spangrad.trainer.monitoring.monitor_config import MONITOR_NAMES, MonitorConfig
+from spangrad.trainer.monitoring.monitor_config import MONITOR_NAMES, OF_HISTORY, MonitorConfig
 from spangrad.trainer.stages.recipe import is_recipe, load_recipe
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -22,6 +22,9 @@ def test_thresholds_and_actions_are_set_by_name(tmp_path):
     assert (config.action("gradient"), config.action("gap")) == ("pause", "warn")
     assert config.threshold("flattery") is None  # nobody judges
     assert MonitorConfig(judge="style").threshold("flattery") == 0.3
+
+
+OFF: dict[str, Any] = dict.fromkeys(OF_HISTORY)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +48,14 @@ def test_thresholds_and_actions_are_set_by_name(tmp_path):
         ({"test_edits": None, "test_files": ("a",)}, "monitor.test_files = .* has no effect with test_edits"),
         ({"verifier": "v", "drift": None, "early_exits": None}, "monitor.verifier = 'v' has no effect with"),
         ({"continue_after": 3}, "monitor.continue_after = 3 has no effect where no monitor pauses or"),
+        (
+            {**OFF, "window": 32},
+            "monitor.window = 32 has no effect with spread, entropy_rise, .*",
+        ),
+        (
+            {**OFF, "min_history": 9},
+            "monitor.min_history = 9 has no effect with spread, .*, early_exits",
+        ),
     ],
 )
 def test_settings_out_of_range_or_without_effect_are_refused(settings: dict[str, Any], says: str) -> None:

@@ -95,6 +95,14 @@ def test_of_equal_policies_at_most_one_in_twenty_is_promoted() -> None:
         ({"every": 1, "tasks": 4}, "promotion.tasks is 4, expected 5 or more"),
         ({"every": 1, "rollback_drop": 0.0}, "promotion.rollback_drop is 0.0"),
         ({"every": 1, "rollback_after": -1}, "promotion.rollback_after is -1"),
+        (
+            {"every": 1, "rollback_after": 1, "rollback_drop": 0.5},
+            "promotion.rollback_drop is 0.5, expected none",
+        ),
+        (
+            {"every": 1, "tasks": 50, "margin": 0.1},
+            "expected 0, or more than 0.1: .* by 5 of 50 tasks at least",
+        ),
         ({"margin": 0.1, "tasks": 7}, "without it promotion.tasks, promotion.margin has no effect"),
     ],
 )

@@ -21,6 +21,10 @@ OF_ROLLOUTS: Final = (
     *("verifier", "judge", "test_files"),
 )
 """Monitors of what the policy did, and what they need: of runs whose rollouts it makes."""
+OF_WINDOW: Final = ("spread", "entropy_rise", "gradient", "drift", "flattery")
+"""Monitors that look at `window`."""
+OF_HISTORY: Final = (*OF_WINDOW, "entropy", "first_steps", "steps", "early_exits")
+"""Monitors that look at what was before, from `min_history` updates on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,9 @@ class MonitorConfig:
                     f"monitor.actions.{name} = {action!r} has no effect with {off}; leave it out, or set that"
                 )
 
+    def _is_one_on(self, names: Collection[str]) -> bool:
+        return any(self.threshold(name) is not None for name in names)
+
     def _check_effects(self) -> None:
         plain = {setting.name: setting.default for setting in fields(self)}
         acting = {"warn", *self.actions.values()}
@@ -134,6 +141,8 @@ class MonitorConfig:
                 self.drift is not None or self.early_exits is not None,
                 "with drift and early_exits none; leave it out",
             ),
+            ("window", self._is_one_on(OF_WINDOW), f"with {', '.join(OF_WINDOW)} none; leave it out"),
+            ("min_history", self._is_one_on(OF_HISTORY), f"with {', '.join(OF_HISTORY)} none; leave it out"),
             ("max_rollbacks", "rollback" in acting, "where no monitor rolls back; leave it out"),
             ("continue_after", acting > {"warn"}, "where no monitor pauses or rolls back; leave it out"),
         ):

@@ -13,6 +13,7 @@ from spangrad.errors import ConfigError
 from spangrad.trainer.learning.learner_config import LearnerConfig, require
 from spangrad.trainer.learning.objectives import OBJECTIVES
 from spangrad.trainer.lone_rollouts import check_lone
+from spangrad.trainer.production.eligibility import PARTS
 from spangrad.trainer.unused import refuse_unused
 
 USED_OF_ROLLOUT = frozenset({"max_staleness", "aggregation", "aggregation_tokens", "reward_authors"})
@@ -33,7 +34,7 @@ class ProductionConfig:
     judged quickly is not preferred; its reward counts later, too. 0 or more, 0: it holds up none."""
     held_out: float = 0.1
     """Share of sessions, by a hash of their ids, that no update ever takes: their mean reward is the
-    evaluation. 0 to below 1, 0: there is none."""
+    evaluation. 0: there is none; else from one in a million to all but as many."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -42,7 +43,8 @@ class ProductionConfig:
         require(self.rollouts_per_update >= 1, name, self.rollouts_per_update, "1 or more")
         require(self.idle_s > 0, "production.idle_s", self.idle_s, "more than 0")
         require(self.reward_wait_s >= 0, "production.reward_wait_s", self.reward_wait_s, "0 or more")
-        require(0 <= self.held_out < 1, "production.held_out", self.held_out, "0 to below 1")
+        is_share = self.held_out == 0 or 1 <= self.held_out * PARTS <= PARTS - 1
+        require(is_share, "production.held_out", self.held_out, f"0, or {1 / PARTS:f} to {1 - 1 / PARTS:f}")
 
 
 def check_beside(

@@ -47,7 +47,8 @@ class PromotionConfig:
     temperature: float = 0.0
     """Sampling temperature of these rollouts; 0 is greedy."""
     margin: float = 0.0
-    """Share of the tasks by which a candidate must succeed more often; 0 or more, below 1."""
+    """Share of the tasks by which a candidate must succeed more often; 0, or more than `confidence` asks for
+    by itself, and below 1."""
     confidence: float = 0.95
     """Of the one-sided paired test that it is better; 0.5 or more, below 1."""
     rollback_after: int = 0
@@ -75,10 +76,15 @@ class PromotionConfig:
         require(self.rollback_after >= 0, "promotion.rollback_after", self.rollback_after, "0 or more")
         drop = self.rollback_drop
         require(drop is None or 0 < drop <= 1, "promotion.rollback_drop", drop, "above 0, at most 1")
+        require(drop is None or self.rollback_after != 1, "promotion.rollback_drop", drop,
+                "none: with rollback_after 1 whatever is worse is given up at once")  # fmt: skip
         idle = [name for name, field in self.__dataclass_fields__.items()
                 if name != "every" and getattr(self, name) != field.default]  # fmt: skip
         require(bool(self.every) or not idle, "promotion.every", self.every,
                 f"1 or more: without it promotion.{', promotion.'.join(idle)} has no effect")  # fmt: skip
+        require(self.margin == 0 or self.margin * self.tasks > least, "promotion.margin", self.margin,
+                f"0, or more than {least / self.tasks:g}: with confidence {confidence:g} a candidate that is"
+                f" better is ahead by {least} of {self.tasks} tasks at least")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
