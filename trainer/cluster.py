@@ -138,6 +138,8 @@ def idle_workers() -> list[Any]:
 
 def stop_ray() -> None:
     """End the cluster of this process, if there is one, with all its actors."""
+    for one in _RESERVED:
+        one.idle.clear()
     ray.shutdown()
 
 

@@ -9,6 +9,7 @@ from tests.trainer.idle_worker import IDLE
 from spangrad.adapters.calls import calls_of
 from spangrad.store.file_store import FileStore
 from spangrad.store.records import Rollout, RolloutStatus
+from spangrad.trainer.cluster import idle_workers, stop_ray
 from spangrad.trainer.rollouts.scheduling import run_rollouts
 
 
@@ -28,3 +29,10 @@ def test_calls_of_every_rollout_that_was_asked_for_are_in_the_table(tmp_path: Pa
         rows = store.query("SELECT call_id FROM calls")
         assert {row["call_id"] for row in rows} == {call.call_id for call in calls_of(store)}
         assert len(rows) == 3
+
+
+def test_idle_workers_end_with_their_cluster() -> None:
+    """The next stage of a recipe has a cluster of its own, in which nobody knows them."""
+    idle_workers().append("an actor")
+    stop_ray()
+    assert idle_workers() == []
