@@ -115,7 +115,12 @@ def test_shaping_that_no_term_counts_is_refused(settings, says):
 
 
 def test_a_penalty_that_no_term_counts_is_refused():
-    settings = {"overlong": "penalize", "overlong_limit": 4, "overlong_buffer": 4, "scores": "reward:p"}
+    settings: dict[str, Any] = {
+        "overlong": "penalize",
+        "overlong_limit": 4,
+        "overlong_buffer": 4,
+        "scores": "reward:p",
+    }
     CreditConfig(step="turn_credit", **settings)
     with pytest.raises(ConfigError, match="'turn_credit' does not count; choose 'mask'"):
         CreditConfig(episode="none", step="turn_credit", **settings)

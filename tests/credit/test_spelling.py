@@ -86,7 +86,8 @@ def test_what_a_config_says_around_its_terms_is_kept_where_it_goes_together_with
     assert parsed("rloo", base) == CreditConfig("rloo", **plain)
     without_penalty: dict[str, Any] = {"filters": ("top_p",), "top_p": 0.5}
     assert parsed("gdpo", base) == CreditConfig("gdpo", **without_penalty)
-    assert parsed("turn_credit", base) == CreditConfig("none", "turn_credit", scores="reward:p", **plain)
+    by_scores = CreditConfig("none", "turn_credit", scores="reward:p", **without_penalty)
+    assert parsed("turn_credit", base) == by_scores
     with pytest.raises(ConfigError, match=r"estimator 'grpo\+turn_credit': step 'turn_credit' needs scores"):
         parsed("grpo+turn_credit")
 

@@ -133,7 +133,7 @@ def ray_nodes(folder: Path, *nodes: dict[str, int]) -> Iterator[tuple[str, dict[
                 where = ["--head", "--include-dashboard=false", "--port", address.rpartition(":")[2]]
             node = subprocess.Popen(
                 [
-                    *(short / "env/bin/python", "-m", "ray.scripts.scripts", "start", "--block", *where),
+                    *(str(short / "env/bin/python"), "-m", "ray.scripts.scripts", "start", "--block", *where),
                     *("--node-ip-address", "127.0.0.1", "--disable-usage-stats", "--num-cpus", "4"),
                     *("--object-store-memory", "100000000", "--resources", json.dumps(resources)),
                 ],

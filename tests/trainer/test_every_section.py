@@ -84,7 +84,8 @@ def alarms(store: FileStore, monitor: MonitorConfig, numbers: Numbers, updates: 
     )
     watch = Watch(store, config, roll_back=lambda why, numbers: None, tell=lambda line: None)
     for update in range(updates):
-        commit(store, update, **(QUIET | numbers(update)))
+        metrics: dict[str, Any] = {**QUIET, **numbers(update)}
+        commit(store, update, **metrics)
     try:
         watch.check()
     except PausedError:
@@ -136,7 +137,8 @@ def test_a_setting_of_monitors_decides_whether_there_is_an_alarm(name: str, tmp_
 def test_what_is_done_about_an_alarm_is_a_setting_and_so_is_to_go_on(tmp_path: Path) -> None:
     actions: dict[str, Any] = {"entropy_rise": "pause"}
     found = []
-    for place, settings in enumerate(({}, {"actions": actions}, {"actions": actions, "continue_after": 9})):
+    all_settings: list[dict[str, Any]] = [{}, {"actions": actions}, {"actions": actions, "continue_after": 9}]
+    for place, settings in enumerate(all_settings):
         with FileStore(tmp_path / f"{place}.duckdb") as store:
             found.append(alarms(store, MonitorConfig(**settings), RISE))
     assert found == [ALARM, ["entropy_rise pause", "paused"], ["entropy_rise pause"]]
