@@ -81,6 +81,11 @@ def shortcut(series: Series) -> None:
 
 
 def template(series: Series) -> None:
+    learned_to_begin_alike(series)
+    series["reward/mean"][FAULT:] = series["reward/mean"][:1] * (UPDATES - FAULT)
+
+
+def learned_to_begin_alike(series: Series) -> None:
     series["behavior/first_step_alike"][FAULT:] = [0.95] * (UPDATES - FAULT)
 
 
@@ -114,6 +119,12 @@ def test_a_planted_fault_is_found_once_within_some_updates(name: str) -> None:
         plant(series)
         found = [u for u in onsets(name, series, VERIFIED) if u not in before]
         assert found and FAULT <= found[0] < FAULT + within, (seed, found)
+
+
+def test_to_begin_alike_is_no_fault_where_the_reward_has_risen() -> None:
+    series = quiet(np.random.default_rng(0))
+    learned_to_begin_alike(series)
+    assert onsets("first_steps", series, VERIFIED) == []
 
 
 @pytest.mark.parametrize("name", MONITORS)

@@ -88,16 +88,20 @@ def gradient(history: History, config: MonitorConfig) -> Finding | None:
 
 
 def first_steps(history: History, config: MonitorConfig) -> Finding | None:
-    """Rollouts begin with the same reply whatever they were asked.
+    """Rollouts begin with the same reply whatever they were asked, and are no better for it.
 
-    alike_now - median alike of the first updates > threshold
+    alike_now - median alike of the first updates > threshold,   reward_now <= max reward of the first updates
+
+    Where the reward has risen, to begin like that is what was learned: to look before every answer, for one.
     """
     name = "behavior/first_step_alike"
     now, start = history.now(name), history.start(name, config.min_history)
     if config.first_steps is None or now is None or not start:
         return None
     rise = now - median(start)
-    if not rise > config.first_steps:
+    reward, rewards = history.now("reward/mean"), history.start("reward/mean", config.min_history)
+    is_better = reward is not None and bool(rewards) and reward > max(rewards)
+    if is_better or not rise > config.first_steps:
         return None
     return Finding(
         rise,

@@ -42,7 +42,7 @@ class MonitorConfig:
     """Logarithm of the gradient norm, in deviations above its median in the window; above 0."""
     first_steps: float | None = 0.5
     """How often rollouts of different tasks begin with the same reply, above what it was at the start of the
-    run; above 0, below 1."""
+    run, while they earn no more than then; above 0, below 1."""
     gap: float | None = 0.1
     """Mean difference of the learner's and the engine's logprob of a token, nats; above 0."""
     sample_share: float | None = 0.5
