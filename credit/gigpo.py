@@ -5,7 +5,7 @@ Shape letters: N rollouts, S steps of all rollouts.
 
 import numpy as np
 
-from spangrad.credit.groups import Floats, Ints, centred, check_labels
+from spangrad.credit.groups import Floats, Ints, centred, check_labels, check_rollouts
 from spangrad.credit.grpo import group_advantages
 from spangrad.errors import CreditError
 
@@ -92,7 +92,7 @@ def gigpo(
     Raises:
         CreditError: Shapes differ, a return is not finite, or a step's rollout is none of these.
     """
-    _check_rollouts(rollout_index_S, len(group_ids_N))
+    check_rollouts(rollout_index_S, len(group_ids_N))
     episode_N = group_advantages(returns_N, group_ids_N, scale_by_std=scale_by_std, ddof=ddof, eps=eps)
     step_S = step_advantages(
         step_returns_S,
@@ -126,7 +126,7 @@ def gigpo_as_published(
 
     Arguments, result and errors as in `gigpo`.
     """
-    _check_rollouts(rollout_index_S, min(len(group_ids_N), len(returns_N)))
+    check_rollouts(rollout_index_S, min(len(group_ids_N), len(returns_N)))
     group_ids_S = group_ids_N[rollout_index_S]
     episode_S = group_advantages(
         returns_N[rollout_index_S], group_ids_S, scale_by_std=scale_by_std, ddof=1, eps=eps, singleton="raw"
@@ -135,15 +135,6 @@ def gigpo_as_published(
         step_returns_S, group_ids_S, anchor_ids_S, scale_by_std=scale_by_std, ddof=1, eps=eps
     )
     return episode_S + step_weight * step_S
-
-
-def _check_rollouts(rollout_index_S: Ints, rollouts: int) -> None:
-    if not (is_known_S := (rollout_index_S >= 0) & (rollout_index_S < rollouts)).all():
-        step = int(np.flatnonzero(~is_known_S)[0])
-        raise CreditError(
-            f"step {step} is of rollout {int(rollout_index_S[step])}; expected 0 to {rollouts - 1}, of"
-            f" {rollouts} rollouts"
-        )
 
 
 def pool_ids(group_ids_S: Ints, anchor_ids_S: Ints) -> Ints:

@@ -86,6 +86,20 @@ def check_labels(labels_X: Ints) -> None:
         )
 
 
+def check_rollouts(rollout_index_S: Ints, rollouts: int) -> None:
+    """Refuse steps of rollouts that are not there: numpy would take -1 for the last one.
+
+    Raises:
+        CreditError: Names the first such step.
+    """
+    if not (is_known_S := (rollout_index_S >= 0) & (rollout_index_S < rollouts)).all():
+        step = int(np.flatnonzero(~is_known_S)[0])
+        raise CreditError(
+            f"step {step} is of rollout {int(rollout_index_S[step])}; expected 0 to {rollouts - 1}, of"
+            f" {rollouts} rollouts"
+        )
+
+
 def _pools(labels_X: Ints) -> tuple[Ints, Ints]:
     """First member of each pool and pool of each label; without sorting where labels count from about 0."""
     size = len(labels_X)

@@ -5,7 +5,7 @@ Shape letters: N rollouts, S steps.
 
 import numpy as np
 
-from spangrad.credit.groups import Floats, Ints
+from spangrad.credit.groups import Floats, Ints, check_rollouts
 from spangrad.credit.grpo import group_advantages
 from spangrad.errors import CreditError
 
@@ -40,7 +40,7 @@ def role_advantages(
         Advantages, shape (S,), float64.
 
     Raises:
-        CreditError: Shapes differ, or a return is not finite.
+        CreditError: Shapes differ, a return is not finite, or a step is of no rollout.
 
     A role that acts in one rollout of the group only gets zero there: nobody to compare it with.
     """
@@ -48,6 +48,7 @@ def role_advantages(
         raise CreditError(
             f"rollout indices have shape {rollout_index_S.shape}, roles {role_ids_S.shape}; must be equal"
         )
+    check_rollouts(rollout_index_S, min(len(group_ids_N), len(returns_N)))
     if not len(role_ids_S):
         return np.zeros(0)
     pairs, pair_S = np.unique(np.stack([rollout_index_S, role_ids_S], 1), axis=0, return_inverse=True)

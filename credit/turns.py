@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from spangrad.credit.gigpo import pool_ids
-from spangrad.credit.groups import Floats, Ints, pool_statistics
+from spangrad.credit.groups import Floats, Ints, check_rollouts, pool_statistics
 from spangrad.credit.grpo import group_advantages
 from spangrad.errors import CreditError
 
@@ -33,9 +33,9 @@ def leave_one_out_to_go(
         Advantages, shape (S,), float64, reward units. A rollout alone in its group gets zeros.
 
     Raises:
-        CreditError: Shapes differ, or a return is not finite.
+        CreditError: Shapes differ, a return is not finite, or a step is of no rollout.
     """
-    _check_steps(step_returns_S, rollout_index_S, step_index_S)
+    _check_steps(step_returns_S, rollout_index_S, step_index_S, len(group_ids_N))
     if not len(step_returns_S):
         return np.zeros(0)
     group_S = group_ids_N[rollout_index_S]
@@ -68,7 +68,7 @@ def per_turn_index(
 
     Arguments, result and errors as in `leave_one_out_to_go`, of rewards instead of returns.
     """
-    _check_steps(step_rewards_S, rollout_index_S, step_index_S)
+    _check_steps(step_rewards_S, rollout_index_S, step_index_S, len(group_ids_N))
     pool_S = pool_ids(group_ids_N[rollout_index_S], step_index_S)
     return group_advantages(step_rewards_S, pool_S, scale_by_std=scale_by_std, ddof=ddof, eps=eps)
 
@@ -138,7 +138,8 @@ def turn_credit(scores_T: Floats, *, gamma: float, before: float = math.nan) -> 
     return credit_T
 
 
-def _check_steps(values_S: Floats, rollout_index_S: Ints, step_index_S: Ints) -> None:
+def _check_steps(values_S: Floats, rollout_index_S: Ints, step_index_S: Ints, rollouts: int) -> None:
     if not values_S.shape == rollout_index_S.shape == step_index_S.shape:
         shapes = (values_S.shape, rollout_index_S.shape, step_index_S.shape)
         raise CreditError(f"values, rollouts and step numbers have shapes {shapes}; they must be equal")
+    check_rollouts(rollout_index_S, rollouts)

@@ -12,6 +12,7 @@ from spangrad.credit.gigpo import NO_ANCHOR, step_advantages
 from spangrad.credit.hgpo import hgpo, hgpo_as_published
 from spangrad.credit.information_gain import information_gains
 from spangrad.credit.returns import discounted_returns
+from spangrad.credit.roles import role_advantages
 from spangrad.credit.shaping import farming_gain, potential_based
 from spangrad.credit.trees import NO_PARENT, edge_advantages, node_values, tree_grpo, treerl
 from spangrad.credit.turns import leave_one_out_to_go, mt_grpo, per_turn_index, turn_credit
@@ -360,3 +361,12 @@ def test_the_overlong_penalty_gives_the_golden_numbers():
     assert_allclose(penalties, [0, -0.150391, -1], atol=1e-6)
     with pytest.raises(CreditError, match="buffer"):
         overlong_penalty(ints(1), limit=10, buffer=11)
+
+
+@pytest.mark.parametrize("wrong", [2, -1])
+@pytest.mark.parametrize("method", [leave_one_out_to_go, per_turn_index, role_advantages])
+def test_a_step_of_a_rollout_that_is_not_there_is_an_error(method, wrong):
+    index, groups = ints(0, wrong), ints(0, 0)
+    of_rollouts = (floats(1, 0), groups, index, ints(0, 0))
+    with pytest.raises(CreditError, match=f"step 1 is of rollout {wrong}; expected 0 to 1, of 2 rollouts"):
+        method(*(of_rollouts if method is role_advantages else (floats(1, 0), index, ints(0, 0), groups)))
