@@ -5,17 +5,16 @@ A weights file holds that number as text. `refuses` is the reason for which it t
 """
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 from safetensors.torch import load_file, save_file
+from tests.trainer.json_server import Replying, serving
 
 from spangrad.trainer.serving.adapter_transfer import WEIGHTS, adapter_name
 from spangrad.trainer.serving.checksums import with_checksums
@@ -104,31 +103,18 @@ def control_stub(port: int = 0, events: list[tuple[str, str]] | None = None) -> 
     """Serve a stub in a thread; 0 picks a free port."""
     stub = ControlStub(events=[] if events is None else events)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Replying):
         def do_GET(self) -> None:
-            text = self.rfile.read(int(self.headers.get("content-length", 0)))
+            text = self.content()
             parts = urlsplit(self.path)
             if self.command == "POST":
                 stub.events.append((stub.url, self.path))
             status, value = stub.answer(parts.path, parts.query, json.loads(text or b"{}"))
             # vLLM tells of adapters in plain text.
-            reply = value.encode() if isinstance(value, str) else json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(reply)))
-            self.end_headers()
-            self.wfile.write(reply)
+            self.reply(value.encode() if isinstance(value, str) else json.dumps(value).encode(), status)
 
         do_POST = do_GET
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
-        stub.url = f"http://127.0.0.1:{server.server_port}"
-        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        serving.start()
-        try:
-            yield stub
-        finally:
-            server.shutdown()
-            serving.join()
+    with serving(Handler, port) as url:
+        stub.url = url
+        yield stub

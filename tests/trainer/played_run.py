@@ -6,13 +6,11 @@ Played are vLLM (an HTTP server with its control routes, whose logprobs are the 
 
 import contextlib
 import json
-import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.adapters.building import span, text_attributes, token_attributes
+from tests.trainer.json_server import Replying, serving
 from tests.trainer.small_policy import make_model, make_policy
 
 from spangrad.errors import SpangradError
@@ -118,12 +117,12 @@ class PlayedServer:
 def played_server() -> Iterator[PlayedServer]:
     """Serve until the end of the block."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Replying):
         def do_GET(self) -> None:
             self._answer({})
 
         def do_POST(self) -> None:
-            self._answer(json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}"))
+            self._answer(json.loads(self.content() or b"{}"))
 
         def _answer(self, body: dict[str, Any]) -> None:
             played.keys.add(self.headers.get("authorization"))
@@ -133,23 +132,11 @@ def played_server() -> Iterator[PlayedServer]:
                 self.close_connection = True
                 return
             with contextlib.suppress(BrokenPipeError):  # who asked waited no longer
-                self.send_response(200)
-                self.send_header("content-length", str(len(said)))
-                self.end_headers()
-                self.wfile.write(said)
+                self.reply(said)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        played = PlayedServer(f"http://127.0.0.1:{server.server_port}")
-        serving = threading.Thread(target=server.serve_forever)
-        serving.start()
-        try:
-            yield played
-        finally:
-            server.shutdown()
-            serving.join()
+    with serving(Handler) as url:
+        played = PlayedServer(url)
+        yield played
 
 
 @dataclass

@@ -8,17 +8,16 @@ are `[credit]` (`tests/credit/test_assign.py`), `[learner]` (`test_objectives.py
 
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 from tests.store.hub_process import HubProcess
+from tests.trainer.json_server import Replying, serving
 from tests.trainer.played_run import (
     OFF_BY,
     Played,
@@ -146,26 +145,13 @@ def ground(tmp_path_factory: pytest.TempPathFactory, hub: HubProcess) -> Iterato
 def agent_server() -> Iterator[str]:
     """A server that is an agent: says what it was asked for."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Replying):
         def do_POST(self) -> None:
-            said = json.dumps({"path": self.path, "mine": self.headers.get("x-mine")}).encode()
-            self.rfile.read(int(self.headers["content-length"]))
-            self.send_response(200)
-            self.send_header("content-length", str(len(said)))
-            self.end_headers()
-            self.wfile.write(said)
+            self.content()
+            self.reply(json.dumps({"path": self.path, "mine": self.headers.get("x-mine")}).encode())
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        serving = threading.Thread(target=server.serve_forever)
-        serving.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            serving.join()
+    with serving(Handler) as url:
+        yield url
 
 
 def of_own_store(config: TrainConfig) -> TrainConfig:

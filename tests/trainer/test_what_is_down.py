@@ -1,16 +1,14 @@
 """An error names the server that is down, and not its neighbour."""
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from tests.trainer.control_stub import control_stub
+from tests.trainer.json_server import Replying, serving
 
 from spangrad.errors import EngineError, PublishError
 from spangrad.tracer.gateway import GatewayConfig, running
@@ -25,27 +23,15 @@ def answering(body: object, status: int = 200) -> Iterator[str]:
     """A server that gives one answer to everything."""
     text = json.dumps(body).encode()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Replying):
         def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("content-length", 0)))
-            self.send_response(status)
-            self.send_header("content-length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+            self.content()
+            self.reply(text, status)
 
         do_POST = do_GET
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        serving = threading.Thread(target=server.serve_forever)
-        serving.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            serving.join()
+    with serving(Handler) as url:
+        yield url
 
 
 def nowhere() -> str:
